@@ -1,0 +1,479 @@
+# SPDX-License-Identifier: 0BSD
+"""A complete environment server for the reinforcement learning of language models, in one file.
+
+A trainer connects to /ws and sends `reset`, `step`, `state` and `close`; observations, rewards and `done` come back, as
+in OpenEnv's protocol. One socket is one session: it has an environment of its own, plays episodes one after the other,
+and shares nothing with other sockets. To make it yours, replace `null_episode` and the three constants above it.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import multiprocessing.connection
+import os
+import resource
+import signal
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any
+
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.exceptions import ConnectionClosed
+from websockets.http11 import Request, Response
+
+__version__ = "1.0.0"
+Environment = dict[str, Callable[..., Any]]
+log = logging.getLogger("server")
+
+# ---- The environment: what an author replaces ------------------------------------------------------------------------
+
+METADATA = {"name": "null", "description": "Any action ends the episode with reward 0.5.", "version": "1.0.0"}
+TASKS = {"null": "Send any action: it ends the episode with reward 0.5."}  # task_id: prompt
+SCHEMA = {  # JSON Schemas
+    "action": {"type": "object"},
+    "observation": {"type": "object", "properties": {"task_id": {"type": "string"}, "prompt": {"type": "string"}}},
+    "state": {"type": "object", "properties": {"task_id": {"type": ["string", "null"]}}},
+}
+
+
+class Invalid(Exception):
+    """`raise Invalid("what would be right")` refuses a task or an action with VALIDATION_ERROR."""
+
+
+def observation(fields: dict[str, Any], reward: Any = None, done: bool = False, metadata: Any = None) -> dict[str, Any]:
+    """What `reset` and `step` return: `fields` and `metadata` are dicts, `reward` is a number, a bool or None.
+
+    What has `tolist()`, as NumPy's arrays and scalars and all tensors do, may stand for a list or a number anywhere.
+    """
+    reward = reward.tolist() if hasattr(reward, "tolist") else reward
+    return {"observation": fields, "reward": reward, "done": bool(done)} | ({"metadata": metadata} if metadata else {})
+
+
+def null_episode() -> Environment:
+    """Makes one socket's environment: its handlers `reset` and `step`, and where it has them `state` and `close`.
+
+    `reset(data)` gets the request's data, `step(action)` the action, and both return `observation(...)`; `state()`
+    returns a dict to be added to the session's own; `close()` runs once, however the socket ends. Each may be `async`.
+    One that blocks would hold up every session: let it `return await asyncio.to_thread(function, ...)`.
+    """
+    task_id: str | None = None
+
+    def reset(data: dict[str, Any]) -> dict[str, Any]:
+        nonlocal task_id
+        wanted = "null" if data.get("task_id") is None else data["task_id"]
+        if wanted not in TASKS:
+            raise Invalid(f"unknown task_id {wanted!r:.80}; known: {', '.join(TASKS)}", "data", "task_id")
+        task_id = wanted
+        return observation({"task_id": task_id, "prompt": TASKS[task_id]})
+
+    def step(action: dict[str, Any]) -> dict[str, Any]:
+        return observation({"task_id": task_id}, reward=0.5, done=True)
+
+    def state() -> dict[str, Any]:
+        return {"task_id": task_id}
+
+    return {"reset": reset, "step": step, "state": state}
+
+
+# ---- The messages: JSON objects, strict in both directions -----------------------------------------------------------
+
+KEYS = {"reset": ("type", "data"), "step": ("type", "data"), "state": ("type",), "close": ("type",)}
+encode = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=lambda value: value.tolist()).encode
+decode = json.JSONDecoder(parse_constant=int).decode  # int() raises ValueError for NaN and Infinity: they are not JSON
+
+
+class Refused(Exception):
+    """`Refused(code, message)` becomes the error reply with that code."""
+
+
+def error(code: str, message: str, **details: Any) -> str:
+    """An error reply."""
+    return encode({"type": "error", "data": {"message": message, "code": code, **details}})
+
+
+def read(message: str | bytes) -> tuple[str, dict[str, Any]]:
+    """The type and the data of a request. Raises Refused, or Invalid with the path of the wrong value."""
+    try:
+        request = decode(message if isinstance(message, str) else message.decode())
+    except (ValueError, RecursionError) as exc:
+        raise Refused("INVALID_JSON", f'not JSON: {exc}. Send one object such as {{"type": "reset"}}') from None
+    if not isinstance(request, dict):
+        raise Invalid(f'a message must be an object such as {{"type": "reset"}}, not a {type(request).__name__}')
+    kind = request.get("type")
+    if not isinstance(kind, str) or kind not in KEYS:
+        shown = repr(kind)[:80] if isinstance(kind, str) else "no string"
+        raise Refused("UNKNOWN_TYPE", f"type must be one of {', '.join(KEYS)}; it is {shown}")
+    if stray := [key for key in request if key not in KEYS[kind]]:
+        raise Invalid(f"unknown key {stray[0]!r:.80}: {kind} has only {' and '.join(KEYS[kind])}", stray[0])
+    data = request.get("data", None if kind == "step" else {})
+    if not isinstance(data, dict):
+        raise Invalid(f"{kind} needs data that is an object", "data")
+    if kind == "reset":
+        task_id, seed, episode_id = data.get("task_id"), data.get("seed"), data.get("episode_id")
+        if not isinstance(task_id, str | None):
+            raise Invalid("task_id must be a string or null", "data", "task_id")
+        if not (seed is None or type(seed) is int and seed >= 0):
+            raise Invalid("seed must be an integer >= 0 or null", "data", "seed")
+        if not isinstance(episode_id, str | None) or len(episode_id or "") > 255:
+            raise Invalid("episode_id must be a string of at most 255 characters or null", "data", "episode_id")
+    return kind, data
+
+
+# ---- The session: one socket, its environment, and the books of its episodes -----------------------------------------
+
+RESTART = 1001, "the server is restarting"  # close code and reason
+GONE = 100_000  # milliseconds without a TCP acknowledgment after which a client's host counts as gone
+Sessions = dict[asyncio.Task[Any], Callable[[], tuple[ServerConnection, bool, float]]]
+
+
+async def session(ws: ServerConnection, environment: Environment, sessions: Sessions, draining: asyncio.Event) -> None:
+    """Answers one request after the other until the socket ends, however it ends; then runs the environment's `close`.
+
+    While it lasts, `sessions` maps its task to a function that returns the socket, whether an episode is running, and
+    since when (in the loop's time) the session has been waiting for its client; infinite while it is not.
+    """
+    episode_id: str | None = None
+    step_count, running, patient, farewell = 0, False, False, RESTART
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    waiting_since = loop.time()
+
+    async def call(handler: str, *args: Any) -> Any:
+        result = environment.get(handler, dict)(*args)  # dict() stands for a `state` or `close` that is not there
+        return await result if isinstance(result, Awaitable) else result
+
+    async def reply_to(kind: str, data: dict[str, Any]) -> str:
+        nonlocal episode_id, step_count, running
+        if kind == "state":
+            over = episode_id is not None and not running
+            books = {"episode_id": episode_id, "step_count": step_count, "done": over}
+            return encode({"type": "state", "data": {**await call("state"), **books}})
+        if kind == "step" and not running:
+            raise Refused(
+                "EXECUTION_ERROR", f"{'no episode yet' if episode_id is None else 'the episode is over'}: send reset"
+            )
+        given = data.get("episode_id")
+        match result := await call(kind, data):
+            case {"observation": dict(), "reward": None | bool() | int() | float(), "done": bool(done)}:
+                reply = encode({"type": "observation", "data": result})
+            case _:
+                raise TypeError(f"{kind} must return observation(dict, reward=number, done=bool), not {result!r:.200}")
+        if kind == "reset":  # nothing can fail any more: now the books change
+            episode_id, step_count = str(uuid.uuid4()) if given is None else given, -1
+        step_count, running = step_count + 1, not done
+        return reply
+
+    async def answer(message: str | bytes) -> str | None:
+        nonlocal waiting_since, farewell
+        waiting_since = float("inf")
+        try:
+            kind, data = read(message)
+            if kind == "close":
+                farewell = 1000, ""
+            return None if kind == "close" or (kind == "reset" and draining.is_set()) else await reply_to(kind, data)
+        except Invalid as exc:
+            return error("VALIDATION_ERROR", exc.args[0], errors=[{"loc": exc.args[1:], "msg": exc.args[0]}])
+        except Refused as exc:
+            return error(*exc.args)
+        except (Exception, SystemExit, asyncio.CancelledError) as exc:  # SystemExit: model-written code calls exit()
+            if task.cancelling():
+                raise
+            log.exception("the environment failed")
+            return error("EXECUTION_ERROR", f"{type(exc).__name__}: {exc}")
+        finally:
+            waiting_since = loop.time()
+
+    sessions[task] = lambda: (ws, running, waiting_since)
+    ws.connection_lost_waiter.add_done_callback(lambda _: task.cancel() if waiting_since == float("inf") else None)
+    try:
+        while (running or not draining.is_set()) and (reply := await answer(await ws.recv())) is not None:
+            if patient != (len(reply) > 2**16):  # left unread, it closes the TCP window: a pause, not an absence
+                patient = not patient
+                set_user_timeout(ws.transport.get_extra_info("socket"), 0 if patient else GONE)
+            await ws.send(reply)
+            del reply  # a session that waits holds no message
+    except (ConnectionClosed, asyncio.CancelledError):
+        task.uncancel()  # it was cancelled if the client left in the middle of a step
+    finally:
+        try:
+            await call("close")
+        except (Exception, SystemExit):
+            log.exception("the environment's close failed")
+        finally:
+            del sessions[task]
+    await ws.close(*farewell)
+
+
+# ---- The HTTP pages --------------------------------------------------------------------------------------------------
+
+PATHS = ("/", "/health", "/metadata", "/schema", "/openapi.json", "/ws")
+ABOUT = f"{METADATA['name']}: {METADATA['description']} Episodes are played on /ws. Paths: {' '.join(PATHS)}\n"
+GET = {"get": {"responses": {"200": {"description": "OK"}}}}
+OPENAPI = {
+    "openapi": "3.1.0",
+    "info": {"title": METADATA["name"], "version": "1.0.0"},
+    "paths": dict.fromkeys(PATHS, GET),
+}
+
+
+def respond(ws: ServerConnection, request: Request, health: dict[str, Any], token: str | None) -> Response | None:
+    """The answer to an HTTP request, or None where `websockets` is to go on with the opening handshake."""
+    pages = {"/health": health, "/metadata": METADATA, "/schema": SCHEMA, "/openapi.json": OPENAPI}
+    path, headers = request.path.partition("?")[0], {}
+    scheme, _, given = " ".join(request.headers.get_all("Authorization")).partition(" ")
+    known = scheme.lower() == "bearer" and hmac.compare_digest(given.encode("latin-1"), (token or "").encode())
+    if token and not known and path != "/health":
+        status, body, headers = 401, "Send the header Authorization: Bearer TOKEN.\n", {"WWW-Authenticate": "Bearer"}
+    elif path not in PATHS:
+        status, body = 404, f"Nothing here, only {' '.join(PATHS)}. reset and step are messages on /ws.\n"
+    elif request.method not in ("GET", "HEAD"):
+        status, body, headers = 405, "Only GET and HEAD. reset and step are messages on /ws.\n", {"Allow": "GET, HEAD"}
+    elif path in pages:
+        status, body, headers = 200, encode(pages[path]), {"Content-Type": "application/json"}
+    elif path == "/":
+        status, body = 200, ABOUT
+    elif request.method == "HEAD":
+        status, body, headers = 426, "", {"Upgrade": "websocket"}
+    else:
+        return None
+    response = ws.respond(status, body)
+    if path in pages and status == 200:
+        del response.headers["Content-Type"]
+    response.headers.update(headers)
+    if request.method == "HEAD":
+        response.body = b""
+    return response
+
+
+# ---- The server ------------------------------------------------------------------------------------------------------
+
+LIBRARY: dict[str, Any] = {  # what is asked of `websockets`; a trainer in its optimizer step answers no ping
+    "compression": None,
+    "max_size": 2**24,
+    "max_queue": 1,
+    "ping_timeout": None,
+    "close_timeout": 5,
+    "backlog": 1024,
+}
+
+
+class Connection(ServerConnection):
+    """The library's connection, with an answer to three kinds of client that hurt websockets 17.4."""
+
+    def data_received(self, data: bytes) -> None:
+        if self.response:
+            return super().data_received(data)
+        for line in data.splitlines(keepends=True):  # it hangs up on a request that announces a body, or has one
+            if not (self.request or line.lower().startswith((b"content-length:", b"transfer-encoding:"))):
+                super().data_received(line)
+
+    def pause_writing(self) -> None:  # a client that does not read must not send on: answers to its pings would pile up
+        super().pause_writing()
+        self.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.recv_messages.paused:
+            self.transport.resume_reading()
+
+    async def drain(self) -> None:
+        if not self.protocol.close_expected():  # a close frame waits in `close_timeout`, not here where there is none
+            await super().drain()
+
+
+def set_user_timeout(sock: Any, milliseconds: int) -> None:
+    """Lets the kernel end a connection whose peer has acknowledged nothing for so long; 0 stands for its own limit."""
+    if hasattr(socket, "TCP_USER_TIMEOUT") and sock.fileno() >= 0:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+
+
+@contextlib.asynccontextmanager
+async def serve_episodes(
+    new_episode: Callable[[], Environment],
+    *,
+    max_sessions: int = 1000,
+    idle_timeout: float = 3600,
+    drain_timeout: float = 0,
+    allow_origins: Iterable[Any] = (),
+    token: str | None = None,
+    **options: Any,
+) -> AsyncIterator[Server]:
+    """Serves environments: `async with serve_episodes(null_episode, host="127.0.0.1", port=0) as running:`.
+
+    `running.sockets` tells the port, `options` go to `websockets.serve`, times are in seconds. At the end of the block
+    it accepts no more, gives running episodes `drain_timeout`, and closes the rest with 1001. Raises OSError if it
+    cannot listen.
+    """
+    sessions: Sessions = {}
+    draining, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def counts() -> dict[str, Any]:
+        return {"active_sessions": len(sessions), "max_sessions": max_sessions}
+
+    async def handler(ws: ServerConnection) -> None:
+        if len(sessions) >= max_sessions:
+            reply, code = error("CAPACITY_REACHED", "all sessions are in use: try again later", **counts()), 1013
+        else:
+            try:
+                environment = dict(new_episode())
+            except (Exception, SystemExit) as exc:
+                log.exception("the environment could not be made")
+                reply, code = error("FACTORY_ERROR", f"no environment: {type(exc).__name__}: {exc}"), 1011
+            else:
+                return await session(ws, environment, sessions, draining)
+        with contextlib.suppress(ConnectionClosed):
+            await ws.send(reply)
+        await ws.close(code)
+
+    def process_request(ws: ServerConnection, request: Request) -> Response | None:
+        return respond(ws, request, {"status": "healthy", **counts()}, token)
+
+    async def close_where(chosen: Callable[[bool, float], bool], code: int, reason: str) -> None:
+        status = [status() for status in sessions.values()]
+        await asyncio.gather(*(ws.close(code, reason) for ws, running, since in status if chosen(running, since)))
+
+    async def close_idle() -> None:
+        while idle_timeout:
+            await asyncio.sleep(min(idle_timeout / 4, 15))
+            reason = f"no message for {idle_timeout:g} s"
+            await close_where(lambda _, since: loop.time() - since > idle_timeout, 1001, reason)
+
+    settings = LIBRARY | {"create_connection": Connection, "start_serving": False} | options
+    origins = [None, *allow_origins]
+    server = await serve(handler, process_request=process_request, origins=origins, **settings)
+    for sock in server.sockets:  # what it accepts inherits this
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        set_user_timeout(sock, GONE)
+    await server.start_serving()
+    watcher = asyncio.create_task(close_idle())
+    try:
+        yield server
+    finally:
+        log.info("draining: %d sessions, %g s for their episodes", len(sessions), drain_timeout)
+        draining.set()
+        watcher.cancel()
+        server.close(close_connections=False)
+        idle = close_where(lambda running, since: not running and since < float("inf"), *RESTART)
+        tasks = [asyncio.create_task(idle), *sessions]
+        try:
+            await asyncio.wait(tasks, timeout=drain_timeout)
+            await close_where(lambda running, since: True, *RESTART)
+            await asyncio.wait(tasks)
+        finally:  # also at a second signal, which cancels this
+            for ws in server.all_connections:
+                ws.transport.abort()
+        log.info("drained")
+
+
+# ---- The command line ------------------------------------------------------------------------------------------------
+
+
+async def run(settings: dict[str, Any]) -> None:
+    """Serves until a signal: the first one drains, a second one ends it now."""
+    loop, task, stop = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
+    parent = multiprocessing.parent_process()  # of a worker
+
+    def on_signal() -> None:
+        if stop.is_set() and task:
+            task.cancel()
+        stop.set()
+
+    async with serve_episodes(null_episode, **settings) as running:
+        loop.add_signal_handler(signal.SIGTERM, on_signal)
+        loop.add_signal_handler(signal.SIGINT, on_signal if not parent else lambda: None)  # which its parent forwards
+        if parent:
+            loop.add_reader(parent.sentinel, stop.set)
+        addresses = [sock.getsockname() for sock in running.sockets]
+        url = "ws://{}:{}/ws".format(
+            f"[{addresses[0][0]}]" if ":" in addresses[0][0] else addresses[0][0], addresses[0][1]
+        )
+        log.info("listening on %s (try: python -m websockets %s)", url, url)
+        if not settings["token"] and any(host != "::1" and not host.startswith("127.") for host, *_ in addresses):
+            log.warning("anybody who reaches this address can use the server: set SERVER_TOKEN to ask for a token")
+        await stop.wait()
+
+
+def work(settings: dict[str, Any], level: str) -> None:
+    """Runs one server process from its start to its end."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=level.upper())
+    logging.getLogger("websockets").setLevel(logging.WARNING)  # at DEBUG it would write the token of each handshake
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if settings["max_sessions"] + 32 > hard:
+        log.warning("--max-sessions %d does not fit under the limit of %d open files", settings["max_sessions"], hard)
+    try:
+        asyncio.run(run(settings))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        pass  # a signal before the server was up, or a second one
+    except (OSError, UnicodeError) as exc:
+        raise SystemExit(f"server.py: cannot listen on {settings['host']} port {settings['port']}: {exc}") from None
+
+
+def supervise(count: int, *args: Any) -> None:
+    """Runs `count` processes on one port, starts another one when one dies, and ends them at a signal as `run` does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    workers: list[Any] = []
+    try:
+        while True:
+            started = time.monotonic()
+            while len(workers) < count:
+                workers.append(multiprocessing.get_context("spawn").Process(target=work, args=args))
+                workers[-1].start()
+            multiprocessing.connection.wait([worker.sentinel for worker in workers])
+            log.error(
+                "a worker died, exit status %s: starting another",
+                [worker.exitcode for worker in workers if not worker.is_alive()],
+            )
+            workers = [worker for worker in workers if worker.is_alive()]
+            time.sleep(max(0, started + 1 - time.monotonic()))  # no faster than one a second
+    except KeyboardInterrupt:
+        for worker in workers:
+            worker.terminate()
+        with contextlib.suppress(KeyboardInterrupt):
+            for worker in workers:
+                worker.join()
+        for worker in workers:
+            worker.terminate()
+
+
+def main() -> None:
+    """The command line."""
+    text = "Serves this file's environment on ws://HOST:PORT/ws; with the variable SERVER_TOKEN set, to who sends it."
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=text)  # without usage, an error is one line
+    env, add = os.environ.get, parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    add("--port", type=int, default=env("PORT", "8000"), help="0 takes a free one (variable PORT, else 8000)")
+    add("--max-sessions", type=int, default=env("MAX_CONCURRENT_ENVS", "1000"), help="(MAX_CONCURRENT_ENVS, else 1000)")
+    add("--idle-timeout", type=float, default=3600, help="seconds until a silent client is closed, 0: never (3600)")
+    add("--drain-timeout", type=float, default=30, help="seconds for running episodes after SIGTERM or Ctrl-C (30)")
+    add("--allow-origin", dest="allow_origins", action="append", default=[], help="of browser pages; repeatable")
+    add("--workers", type=int, default=1, help="processes on the port, each with its own --max-sessions (1)")
+    add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    settings = vars(parser.parse_args())
+    for name, low, high in (
+        ("port", 0, 65535),
+        ("max_sessions", 1, 1e6),
+        ("workers", 1, 1e3),
+        ("idle_timeout", 0, 1e9),
+    ):
+        low = int(name in ("max_sessions", "workers"))
+        if not low <= settings[name] <= high:
+            parser.error(f"--{name.replace('_', '-')} must be from {low} to {high}")
+    settings["token"] = token = env("SERVER_TOKEN")
+    if token is not None and not (token.isascii() and token.isprintable() and token.split() == [token]):
+        parser.error("the variable SERVER_TOKEN must be printable ASCII without spaces, or not be set")
+    workers, level = settings.pop("workers"), settings.pop("log_level")
+    if workers == 1:
+        return work(settings, level)
+    if settings["port"] == 0 or not hasattr(socket, "SO_REUSEPORT"):
+        parser.error("--workers above 1 needs a --port other than 0, and a platform with SO_REUSEPORT")
+    supervise(workers, settings | {"reuse_port": True}, level)
+
+
+if __name__ == "__main__":
+    main()
