@@ -14,13 +14,15 @@ import json
 import logging
 import multiprocessing.connection
 import os
+import re
 import resource
 import signal
 import socket
 import time
+import traceback
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
@@ -42,7 +44,10 @@ SCHEMA = {  # JSON Schemas
 
 
 class Invalid(Exception):
-    """`raise Invalid("what would be right")` refuses a task or an action with VALIDATION_ERROR."""
+    """`raise Invalid("what would be right", "data", "key")` refuses a task or an action with VALIDATION_ERROR."""
+
+    def __init__(self, message: str, *loc: str) -> None:
+        super().__init__(str(message), *map(str, loc))
 
 
 def observation(fields: dict[str, Any], reward: Any = None, done: bool = False, metadata: Any = None) -> dict[str, Any]:
@@ -80,6 +85,8 @@ def null_episode() -> Environment:
     return {"reset": reset, "step": step, "state": state}
 
 
+EPISODE = null_episode  # what `python server.py` serves
+
 # ---- The messages: JSON objects, strict in both directions -----------------------------------------------------------
 
 KEYS = {"reset": ("type", "data"), "step": ("type", "data"), "state": ("type",), "close": ("type",)}
@@ -94,6 +101,11 @@ class Refused(Exception):
 def error(code: str, message: str, **details: Any) -> str:
     """An error reply."""
     return encode({"type": "error", "data": {"message": message, "code": code, **details}})
+
+
+def text_of(exc: BaseException) -> str:
+    """The type and the text of an exception, even of one whose `str()` fails."""
+    return traceback.format_exception_only(exc)[-1].strip()
 
 
 def read(message: str | bytes) -> tuple[str, dict[str, Any]]:
@@ -127,7 +139,8 @@ def read(message: str | bytes) -> tuple[str, dict[str, Any]]:
 # ---- The session: one socket, its environment, and the books of its episodes -----------------------------------------
 
 RESTART = 1001, "the server is restarting"  # close code and reason
-GONE = 100_000  # milliseconds without a TCP acknowledgment after which a client's host counts as gone
+GONE = 100_000  # milliseconds without a TCP acknowledgment after which the kernel takes the client's host for dead
+USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 0)  # the option for it, where the platform has it
 Sessions = dict[asyncio.Task[Any], Callable[[], tuple[ServerConnection, bool, float]]]
 
 
@@ -139,24 +152,26 @@ async def session(ws: ServerConnection, environment: Environment, sessions: Sess
     """
     episode_id: str | None = None
     step_count, running, patient, farewell = 0, False, False, RESTART
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
+    loop, task = asyncio.get_running_loop(), cast("asyncio.Task[None]", asyncio.current_task())
     waiting_since = loop.time()
 
     async def call(handler: str, *args: Any) -> Any:
         result = environment.get(handler, dict)(*args)  # dict() stands for a `state` or `close` that is not there
         return await result if isinstance(result, Awaitable) else result
 
-    async def reply_to(kind: str, data: dict[str, Any]) -> str:
-        nonlocal episode_id, step_count, running
+    async def reply_to(message: str | bytes) -> str | None:
+        nonlocal episode_id, step_count, running, farewell
+        kind, data = read(message)
+        if kind == "close":
+            farewell = 1000, ""
+        if kind == "close" or (kind == "reset" and draining.is_set()):
+            return None
         if kind == "state":
             over = episode_id is not None and not running
             books = {"episode_id": episode_id, "step_count": step_count, "done": over}
             return encode({"type": "state", "data": {**await call("state"), **books}})
         if kind == "step" and not running:
-            raise Refused(
-                "EXECUTION_ERROR", f"{'no episode yet' if episode_id is None else 'the episode is over'}: send reset"
-            )
+            raise Refused("EXECUTION_ERROR", "no episode is running: send reset first")
         given = data.get("episode_id")
         match result := await call(kind, data):
             case {"observation": dict(), "reward": None | bool() | int() | float(), "done": bool(done)}:
@@ -168,35 +183,36 @@ async def session(ws: ServerConnection, environment: Environment, sessions: Sess
         step_count, running = step_count + 1, not done
         return reply
 
-    async def answer(message: str | bytes) -> str | None:
-        nonlocal waiting_since, farewell
-        waiting_since = float("inf")
-        try:
-            kind, data = read(message)
-            if kind == "close":
-                farewell = 1000, ""
-            return None if kind == "close" or (kind == "reset" and draining.is_set()) else await reply_to(kind, data)
-        except Invalid as exc:
-            return error("VALIDATION_ERROR", exc.args[0], errors=[{"loc": exc.args[1:], "msg": exc.args[0]}])
-        except Refused as exc:
-            return error(*exc.args)
-        except (Exception, SystemExit, asyncio.CancelledError) as exc:  # SystemExit: model-written code calls exit()
-            if task.cancelling():
-                raise
-            log.exception("the environment failed")
-            return error("EXECUTION_ERROR", f"{type(exc).__name__}: {exc}")
-        finally:
-            waiting_since = loop.time()
-
     sessions[task] = lambda: (ws, running, waiting_since)
     ws.connection_lost_waiter.add_done_callback(lambda _: task.cancel() if waiting_since == float("inf") else None)
     try:
-        while (running or not draining.is_set()) and (reply := await answer(await ws.recv())) is not None:
-            if patient != (len(reply) > 2**16):  # left unread, it closes the TCP window: a pause, not an absence
-                patient = not patient
-                set_user_timeout(ws.transport.get_extra_info("socket"), 0 if patient else GONE)
+        while running or not draining.is_set():
+            message = await ws.recv()
+            waiting_since = float("inf")
+            try:
+                reply = await reply_to(message)
+            except Invalid as exc:
+                reply = error("VALIDATION_ERROR", exc.args[0], errors=[{"loc": exc.args[1:], "msg": exc.args[0]}])
+            except Refused as exc:
+                reply = error(*exc.args)
+            except (
+                Exception,
+                SystemExit,
+                asyncio.CancelledError,
+            ) as exc:  # SystemExit: model-written code calls exit()
+                if task.cancelling():
+                    raise
+                log.exception("the environment failed")
+                reply = error("EXECUTION_ERROR", text_of(exc))
+            waiting_since = loop.time()
+            if reply is None:
+                break
+            if USER_TIMEOUT and patient != (len(reply) > 2**16) and not ws.transport.is_closing():
+                patient = not patient  # a long reply left unread closes the TCP window: a pause, not an absence
+                sock = ws.transport.get_extra_info("socket")
+                sock.setsockopt(socket.IPPROTO_TCP, USER_TIMEOUT, 0 if patient else GONE)
             await ws.send(reply)
-            del reply  # a session that waits holds no message
+            del message, reply  # a session that waits holds neither
     except (ConnectionClosed, asyncio.CancelledError):
         task.uncancel()  # it was cancelled if the client left in the middle of a step
     finally:
@@ -223,7 +239,12 @@ OPENAPI = {
 
 def respond(ws: ServerConnection, request: Request, health: dict[str, Any], token: str | None) -> Response | None:
     """The answer to an HTTP request, or None where `websockets` is to go on with the opening handshake."""
-    pages = {"/health": health, "/metadata": METADATA, "/schema": SCHEMA, "/openapi.json": OPENAPI}
+    pages = {
+        "/health": health,
+        "/metadata": METADATA | {"server_version": __version__},
+        "/schema": SCHEMA,
+        "/openapi.json": OPENAPI,
+    }
     path, headers = request.path.partition("?")[0], {}
     scheme, _, given = " ".join(request.headers.get_all("Authorization")).partition(" ")
     known = scheme.lower() == "bearer" and hmac.compare_digest(given.encode("latin-1"), (token or "").encode())
@@ -252,27 +273,38 @@ def respond(ws: ServerConnection, request: Request, health: dict[str, Any], toke
 
 # ---- The server ------------------------------------------------------------------------------------------------------
 
-LIBRARY: dict[str, Any] = {  # what is asked of `websockets`; a trainer in its optimizer step answers no ping
-    "compression": None,
-    "max_size": 2**24,
-    "max_queue": 1,
-    "ping_timeout": None,
-    "close_timeout": 5,
+LARGE = 2**16  # bytes; at most 256 smaller frames wait for a session, so that together they are one message at most
+LIBRARY: dict[str, Any] = {  # what is asked of `websockets.serve`
+    "host": "127.0.0.1",
+    "port": 8000,
     "backlog": 1024,
+    "compression": None,
+    "max_size": 2**24,  # bytes; a longer message closes its own socket with 1009
+    "max_queue": 256,
+    "ping_timeout": None,  # a trainer in its optimizer step answers no ping; the kernel tells which hosts are gone
+    "close_timeout": 5,
 }
 
 
 class Connection(ServerConnection):
-    """The library's connection, with an answer to three kinds of client that hurt websockets 17.4."""
+    """The library's connection, with the answers to bad clients that websockets 17.4 does not have."""
 
     def data_received(self, data: bytes) -> None:
         if self.response:
             return super().data_received(data)
-        for line in data.splitlines(keepends=True):  # it hangs up on a request that announces a body, or has one
+        for line in data.splitlines(keepends=True):  # it would hang up on a request that announces or has a body
             if not (self.request or line.lower().startswith((b"content-length:", b"transfer-encoding:"))):
                 super().data_received(line)
 
-    def pause_writing(self) -> None:  # a client that does not read must not send on: answers to its pings would pile up
+    def process_event(self, event: Any) -> None:
+        if self.protocol.close_expected():  # nobody reads any more
+            return
+        super().process_event(event)
+        if self.response and len(event.data) > LARGE:
+            self.recv_messages.paused = True
+            self.transport.pause_reading()
+
+    def pause_writing(self) -> None:  # the client does not read: answers to what it sends, such as pings, would pile up
         super().pause_writing()
         self.transport.pause_reading()
 
@@ -282,14 +314,9 @@ class Connection(ServerConnection):
             self.transport.resume_reading()
 
     async def drain(self) -> None:
-        if not self.protocol.close_expected():  # a close frame waits in `close_timeout`, not here where there is none
-            await super().drain()
-
-
-def set_user_timeout(sock: Any, milliseconds: int) -> None:
-    """Lets the kernel end a connection whose peer has acknowledged nothing for so long; 0 stands for its own limit."""
-    if hasattr(socket, "TCP_USER_TIMEOUT") and sock.fileno() >= 0:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        if not self.protocol.close_expected():
+            return await super().drain()
+        self.transport.resume_reading()  # the client's close frame ends the wait, or else `close_timeout`
 
 
 @contextlib.asynccontextmanager
@@ -323,7 +350,7 @@ async def serve_episodes(
                 environment = dict(new_episode())
             except (Exception, SystemExit) as exc:
                 log.exception("the environment could not be made")
-                reply, code = error("FACTORY_ERROR", f"no environment: {type(exc).__name__}: {exc}"), 1011
+                reply, code = error("FACTORY_ERROR", f"no environment: {text_of(exc)}"), 1011
             else:
                 return await session(ws, environment, sessions, draining)
         with contextlib.suppress(ConnectionClosed):
@@ -343,12 +370,12 @@ async def serve_episodes(
             reason = f"no message for {idle_timeout:g} s"
             await close_where(lambda _, since: loop.time() - since > idle_timeout, 1001, reason)
 
-    settings = LIBRARY | {"create_connection": Connection, "start_serving": False} | options
-    origins = [None, *allow_origins]
-    server = await serve(handler, process_request=process_request, origins=origins, **settings)
+    options = LIBRARY | options | {"process_request": process_request, "origins": [None, *allow_origins]}
+    server = await serve(handler, create_connection=Connection, start_serving=False, **options)
     for sock in server.sockets:  # what it accepts inherits this
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        set_user_timeout(sock, GONE)
+        if USER_TIMEOUT:
+            sock.setsockopt(socket.IPPROTO_TCP, USER_TIMEOUT, GONE)
     await server.start_serving()
     watcher = asyncio.create_task(close_idle())
     try:
@@ -383,7 +410,18 @@ async def run(settings: dict[str, Any]) -> None:
             task.cancel()
         stop.set()
 
-    async with serve_episodes(null_episode, **settings) as running:
+    quiet_until = 0.0
+
+    def on_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal quiet_until
+        if not re.search("out of system resource|_start_serving", context["message"]):
+            loop.default_exception_handler(context)
+        elif loop.time() > quiet_until:  # asyncio reports each connection that waits, every second
+            quiet_until = loop.time() + 10
+            log.error("out of file descriptors: new connections wait until sessions end")
+
+    loop.set_exception_handler(on_error)
+    async with serve_episodes(EPISODE, **settings) as running:
         loop.add_signal_handler(signal.SIGTERM, on_signal)
         loop.add_signal_handler(signal.SIGINT, on_signal if not parent else lambda: None)  # which its parent forwards
         if parent:
@@ -399,38 +437,33 @@ async def run(settings: dict[str, Any]) -> None:
 
 
 def work(settings: dict[str, Any], level: str) -> None:
-    """Runs one server process from its start to its end."""
+    """Runs one server process. Raises OSError if it cannot listen."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=level.upper())
     logging.getLogger("websockets").setLevel(logging.WARNING)  # at DEBUG it would write the token of each handshake
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if settings["max_sessions"] + 32 > hard:
         log.warning("--max-sessions %d does not fit under the limit of %d open files", settings["max_sessions"], hard)
-    try:
+    with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):  # a signal at the start, or a second one
         asyncio.run(run(settings))
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        pass  # a signal before the server was up, or a second one
-    except (OSError, UnicodeError) as exc:
-        raise SystemExit(f"server.py: cannot listen on {settings['host']} port {settings['port']}: {exc}") from None
 
 
-def supervise(count: int, *args: Any) -> None:
-    """Runs `count` processes on one port, starts another one when one dies, and ends them at a signal as `run` does."""
+def supervise(count: int, settings: dict[str, Any], level: str) -> None:
+    """Runs processes that share the port; starts another when one dies, and ends them at a signal as `run` does."""
+    for family, *_, address in socket.getaddrinfo(settings["host"], settings["port"], type=socket.SOCK_STREAM):
+        socket.create_server(address[:2], family=family).close()  # raises OSError if the port is in use
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     workers: list[Any] = []
     try:
         while True:
             started = time.monotonic()
             while len(workers) < count:
-                workers.append(multiprocessing.get_context("spawn").Process(target=work, args=args))
+                workers.append(multiprocessing.get_context("spawn").Process(target=work, args=(settings, level)))
                 workers[-1].start()
             multiprocessing.connection.wait([worker.sentinel for worker in workers])
-            log.error(
-                "a worker died, exit status %s: starting another",
-                [worker.exitcode for worker in workers if not worker.is_alive()],
-            )
             workers = [worker for worker in workers if worker.is_alive()]
-            time.sleep(max(0, started + 1 - time.monotonic()))  # no faster than one a second
+            log.error("%d of %d workers died: starting others", count - len(workers), count)
+            time.sleep(max(0, started + 1 - time.monotonic()))  # no more often than once a second
     except KeyboardInterrupt:
         for worker in workers:
             worker.terminate()
@@ -441,38 +474,50 @@ def supervise(count: int, *args: Any) -> None:
             worker.terminate()
 
 
+def number(kind: type, low: float, high: float = float("inf")) -> Callable[[str], Any]:
+    """A `type` for argparse: a number of the kind, from `low` to `high`."""
+
+    def convert(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if low <= (value := kind(text)) <= high:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is no {kind.__name__} from {low} to {high}")
+
+    return convert
+
+
 def main() -> None:
     """The command line."""
     text = "Serves this file's environment on ws://HOST:PORT/ws; with the variable SERVER_TOKEN set, to who sends it."
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=text)  # without usage, an error is one line
-    env, add = os.environ.get, parser.add_argument
+    env, add, count, seconds = os.environ.get, parser.add_argument, number(int, 1), number(float, 0)
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    add("--port", type=int, default=env("PORT", "8000"), help="0 takes a free one (variable PORT, else 8000)")
-    add("--max-sessions", type=int, default=env("MAX_CONCURRENT_ENVS", "1000"), help="(MAX_CONCURRENT_ENVS, else 1000)")
-    add("--idle-timeout", type=float, default=3600, help="seconds until a silent client is closed, 0: never (3600)")
-    add("--drain-timeout", type=float, default=30, help="seconds for running episodes after SIGTERM or Ctrl-C (30)")
+    add("--port", type=number(int, 0, 65535), default=env("PORT", "8000"), help="0: a free one (PORT, else 8000)")
+    add(
+        "--max-sessions",
+        type=count,
+        default=env("MAX_CONCURRENT_ENVS", "1000"),
+        help="(MAX_CONCURRENT_ENVS, else 1000)",
+    )
+    add("--idle-timeout", type=seconds, default=3600, help="seconds until a silent client is closed, 0: never (3600)")
+    add("--drain-timeout", type=seconds, default=30, help="seconds for running episodes after SIGTERM or Ctrl-C (30)")
     add("--allow-origin", dest="allow_origins", action="append", default=[], help="of browser pages; repeatable")
-    add("--workers", type=int, default=1, help="processes on the port, each with its own --max-sessions (1)")
+    add("--workers", type=count, default=1, help="processes on the port, each with its own --max-sessions (1)")
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     settings = vars(parser.parse_args())
-    for name, low, high in (
-        ("port", 0, 65535),
-        ("max_sessions", 1, 1e6),
-        ("workers", 1, 1e3),
-        ("idle_timeout", 0, 1e9),
-    ):
-        low = int(name in ("max_sessions", "workers"))
-        if not low <= settings[name] <= high:
-            parser.error(f"--{name.replace('_', '-')} must be from {low} to {high}")
     settings["token"] = token = env("SERVER_TOKEN")
     if token is not None and not (token.isascii() and token.isprintable() and token.split() == [token]):
         parser.error("the variable SERVER_TOKEN must be printable ASCII without spaces, or not be set")
     workers, level = settings.pop("workers"), settings.pop("log_level")
-    if workers == 1:
-        return work(settings, level)
-    if settings["port"] == 0 or not hasattr(socket, "SO_REUSEPORT"):
+    if workers > 1 and (settings["port"] == 0 or not hasattr(socket, "SO_REUSEPORT")):
         parser.error("--workers above 1 needs a --port other than 0, and a platform with SO_REUSEPORT")
-    supervise(workers, settings | {"reuse_port": True}, level)
+    try:
+        if workers > 1:
+            supervise(workers, settings | {"reuse_port": True}, level)
+        else:
+            work(settings, level)
+    except (OSError, UnicodeError) as exc:
+        parser.exit(1, f"server.py: cannot listen on {settings['host']} port {settings['port']}: {exc}\n")
 
 
 if __name__ == "__main__":
