@@ -19,9 +19,9 @@ import resource
 import signal
 import socket
 import time
-import traceback
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from traceback import format_exception_only
 from typing import Any, cast
 
 from websockets.asyncio.server import Server, ServerConnection, serve
@@ -36,11 +36,7 @@ log = logging.getLogger("server")
 
 METADATA = {"name": "null", "description": "Any action ends the episode with reward 0.5.", "version": "1.0.0"}
 TASKS = {"null": "Send any action: it ends the episode with reward 0.5."}  # task_id: prompt
-SCHEMA = {  # JSON Schemas
-    "action": {"type": "object"},
-    "observation": {"type": "object", "properties": {"task_id": {"type": "string"}, "prompt": {"type": "string"}}},
-    "state": {"type": "object", "properties": {"task_id": {"type": ["string", "null"]}}},
-}
+SCHEMA = {"action": {"type": "object"}, "observation": {"type": "object"}, "state": {"type": "object"}}  # JSON Schemas
 
 
 class Invalid(Exception):
@@ -56,7 +52,8 @@ def observation(fields: dict[str, Any], reward: Any = None, done: bool = False, 
     What has `tolist()`, as NumPy's arrays and scalars and all tensors do, may stand for a list or a number anywhere.
     """
     reward = reward.tolist() if hasattr(reward, "tolist") else reward
-    return {"observation": fields, "reward": reward, "done": bool(done)} | ({"metadata": metadata} if metadata else {})
+    result = {"observation": fields, "reward": reward, "done": bool(done)}
+    return result | {"metadata": dict(metadata)} if metadata else result
 
 
 def null_episode() -> Environment:
@@ -101,11 +98,6 @@ class Refused(Exception):
 def error(code: str, message: str, **details: Any) -> str:
     """An error reply."""
     return encode({"type": "error", "data": {"message": message, "code": code, **details}})
-
-
-def text_of(exc: BaseException) -> str:
-    """The type and the text of an exception, even of one whose `str()` fails."""
-    return traceback.format_exception_only(exc)[-1].strip()
 
 
 def read(message: str | bytes) -> tuple[str, dict[str, Any]]:
@@ -174,7 +166,7 @@ async def session(ws: ServerConnection, environment: Environment, sessions: Sess
             raise Refused("EXECUTION_ERROR", "no episode is running: send reset first")
         given = data.get("episode_id")
         match result := await call(kind, data):
-            case {"observation": dict(), "reward": None | bool() | int() | float(), "done": bool(done)}:
+            case {"observation": dict(), "reward": int() | float() | None, "done": bool(done)}:
                 reply = encode({"type": "observation", "data": result})
             case _:
                 raise TypeError(f"{kind} must return observation(dict, reward=number, done=bool), not {result!r:.200}")
@@ -195,20 +187,17 @@ async def session(ws: ServerConnection, environment: Environment, sessions: Sess
                 reply = error("VALIDATION_ERROR", exc.args[0], errors=[{"loc": exc.args[1:], "msg": exc.args[0]}])
             except Refused as exc:
                 reply = error(*exc.args)
-            except (
-                Exception,
-                SystemExit,
-                asyncio.CancelledError,
-            ) as exc:  # SystemExit: model-written code calls exit()
+            except (Exception, SystemExit, asyncio.CancelledError) as exc:  # model-written code calls exit(), too
                 if task.cancelling():
                     raise
                 log.exception("the environment failed")
-                reply = error("EXECUTION_ERROR", text_of(exc))
+                reply = error("EXECUTION_ERROR", format_exception_only(exc)[-1].strip())
             waiting_since = loop.time()
             if reply is None:
                 break
-            if USER_TIMEOUT and patient != (len(reply) > 2**16) and not ws.transport.is_closing():
-                patient = not patient  # a long reply left unread closes the TCP window: a pause, not an absence
+            unread = len(reply) > LARGE or ws.transport.get_write_buffer_size() > 0
+            if USER_TIMEOUT and patient != unread and not ws.transport.is_closing():
+                patient = unread  # by a paused client, whose TCP window is then closed: that is no absence
                 sock = ws.transport.get_extra_info("socket")
                 sock.setsockopt(socket.IPPROTO_TCP, USER_TIMEOUT, 0 if patient else GONE)
             await ws.send(reply)
@@ -229,43 +218,38 @@ async def session(ws: ServerConnection, environment: Environment, sessions: Sess
 
 PATHS = ("/", "/health", "/metadata", "/schema", "/openapi.json", "/ws")
 ABOUT = f"{METADATA['name']}: {METADATA['description']} Episodes are played on /ws. Paths: {' '.join(PATHS)}\n"
-GET = {"get": {"responses": {"200": {"description": "OK"}}}}
 OPENAPI = {
     "openapi": "3.1.0",
     "info": {"title": METADATA["name"], "version": "1.0.0"},
-    "paths": dict.fromkeys(PATHS, GET),
+    "paths": {path: {"get": {"responses": {"200": {"description": "OK"}}}} for path in PATHS},
 }
 
 
 def respond(ws: ServerConnection, request: Request, health: dict[str, Any], token: str | None) -> Response | None:
     """The answer to an HTTP request, or None where `websockets` is to go on with the opening handshake."""
-    pages = {
-        "/health": health,
-        "/metadata": METADATA | {"server_version": __version__},
-        "/schema": SCHEMA,
-        "/openapi.json": OPENAPI,
-    }
-    path, headers = request.path.partition("?")[0], {}
+    metadata = METADATA | {"server_version": __version__}
+    pages = {"/": ABOUT, "/health": health, "/metadata": metadata, "/schema": SCHEMA, "/openapi.json": OPENAPI}
+    path, status, name, value = request.path.partition("?")[0], 200, "Cache-Control", "no-store"
     scheme, _, given = " ".join(request.headers.get_all("Authorization")).partition(" ")
     known = scheme.lower() == "bearer" and hmac.compare_digest(given.encode("latin-1"), (token or "").encode())
+    body: Any = "Only GET and HEAD; reset and step are messages on the WebSocket /ws.\n"
     if token and not known and path != "/health":
-        status, body, headers = 401, "Send the header Authorization: Bearer TOKEN.\n", {"WWW-Authenticate": "Bearer"}
+        status, body, name, value = 401, "Send the header Authorization: Bearer TOKEN.\n", "WWW-Authenticate", "Bearer"
     elif path not in PATHS:
-        status, body = 404, f"Nothing here, only {' '.join(PATHS)}. reset and step are messages on /ws.\n"
+        status, body = 404, f"Nothing here, only {' '.join(PATHS)}; reset and step are messages on /ws.\n"
     elif request.method not in ("GET", "HEAD"):
-        status, body, headers = 405, "Only GET and HEAD. reset and step are messages on /ws.\n", {"Allow": "GET, HEAD"}
+        status, name, value = 405, "Allow", "GET, HEAD"
     elif path in pages:
-        status, body, headers = 200, encode(pages[path]), {"Content-Type": "application/json"}
-    elif path == "/":
-        status, body = 200, ABOUT
-    elif request.method == "HEAD":
-        status, body, headers = 426, "", {"Upgrade": "websocket"}
-    else:
+        body = pages[path]
+    elif request.method == "GET":
         return None
-    response = ws.respond(status, body)
-    if path in pages and status == 200:
+    else:
+        status, name, value = 426, "Upgrade", "websocket"
+    response = ws.respond(status, body if isinstance(body, str) else encode(body))
+    response.headers[name] = value
+    if not isinstance(body, str):
         del response.headers["Content-Type"]
-    response.headers.update(headers)
+        response.headers["Content-Type"] = "application/json"
     if request.method == "HEAD":
         response.body = b""
     return response
@@ -273,28 +257,33 @@ def respond(ws: ServerConnection, request: Request, health: dict[str, Any], toke
 
 # ---- The server ------------------------------------------------------------------------------------------------------
 
-LARGE = 2**16  # bytes; at most 256 smaller frames wait for a session, so that together they are one message at most
-LIBRARY: dict[str, Any] = {  # what is asked of `websockets.serve`
+LARGE = (
+    2**16
+)  # bytes; of larger frames one may wait for a session, of smaller ones 256, together no more than a message
+LIBRARY: dict[str, Any] = {
     "host": "127.0.0.1",
     "port": 8000,
     "backlog": 1024,
-    "compression": None,
-    "max_size": 2**24,  # bytes; a longer message closes its own socket with 1009
+    "max_size": 2**24,
     "max_queue": 256,
-    "ping_timeout": None,  # a trainer in its optimizer step answers no ping; the kernel tells which hosts are gone
-    "close_timeout": 5,
+    "write_limit": 2 * LARGE,
 }
 
 
 class Connection(ServerConnection):
     """The library's connection, with the answers to bad clients that websockets 17.4 does not have."""
 
+    rest = b""
+
     def data_received(self, data: bytes) -> None:
         if self.response:
             return super().data_received(data)
-        for line in data.splitlines(keepends=True):  # it would hang up on a request that announces or has a body
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        if len(self.rest) > 2**13:  # too long for the library, which says so
+            lines, self.rest = [*lines, self.rest], b""
+        for line in lines:  # without those that announce a body, and without the body: the library would hang up
             if not (self.request or line.lower().startswith((b"content-length:", b"transfer-encoding:"))):
-                super().data_received(line)
+                super().data_received(line + b"\n")
 
     def process_event(self, event: Any) -> None:
         if self.protocol.close_expected():  # nobody reads any more
@@ -339,26 +328,23 @@ async def serve_episodes(
     sessions: Sessions = {}
     draining, loop = asyncio.Event(), asyncio.get_running_loop()
 
-    def counts() -> dict[str, Any]:
+    def count() -> dict[str, int]:
         return {"active_sessions": len(sessions), "max_sessions": max_sessions}
 
     async def handler(ws: ServerConnection) -> None:
         if len(sessions) >= max_sessions:
-            reply, code = error("CAPACITY_REACHED", "all sessions are in use: try again later", **counts()), 1013
+            reply, code = error("CAPACITY_REACHED", "all sessions are in use: try again later", **count()), 1013
         else:
             try:
                 environment = dict(new_episode())
             except (Exception, SystemExit) as exc:
                 log.exception("the environment could not be made")
-                reply, code = error("FACTORY_ERROR", f"no environment: {text_of(exc)}"), 1011
+                reply, code = error("FACTORY_ERROR", f"no environment: {format_exception_only(exc)[-1].strip()}"), 1011
             else:
                 return await session(ws, environment, sessions, draining)
         with contextlib.suppress(ConnectionClosed):
             await ws.send(reply)
         await ws.close(code)
-
-    def process_request(ws: ServerConnection, request: Request) -> Response | None:
-        return respond(ws, request, {"status": "healthy", **counts()}, token)
 
     async def close_where(chosen: Callable[[bool, float], bool], code: int, reason: str) -> None:
         status = [status() for status in sessions.values()]
@@ -370,12 +356,22 @@ async def serve_episodes(
             reason = f"no message for {idle_timeout:g} s"
             await close_where(lambda _, since: loop.time() - since > idle_timeout, 1001, reason)
 
-    options = LIBRARY | options | {"process_request": process_request, "origins": [None, *allow_origins]}
-    server = await serve(handler, create_connection=Connection, start_serving=False, **options)
+    server = await serve(
+        handler,
+        process_request=lambda ws, request: respond(ws, request, {"status": "healthy", **count()}, token),
+        origins=[None, *allow_origins],
+        create_connection=Connection,
+        compression=None,
+        ping_timeout=None,  # a trainer in its optimizer step answers no ping; the kernel tells which hosts are gone
+        close_timeout=5,
+        start_serving=False,
+        **LIBRARY | options,
+    )
     for sock in server.sockets:  # what it accepts inherits this
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if USER_TIMEOUT:
             sock.setsockopt(socket.IPPROTO_TCP, USER_TIMEOUT, GONE)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, LARGE)  # the rest shows in the write buffer
     await server.start_serving()
     watcher = asyncio.create_task(close_idle())
     try:
@@ -394,7 +390,8 @@ async def serve_episodes(
         finally:  # also at a second signal, which cancels this
             for ws in server.all_connections:
                 ws.transport.abort()
-        log.info("drained")
+            await asyncio.wait(tasks, timeout=1)
+            log.info("drained")
 
 
 # ---- The command line ------------------------------------------------------------------------------------------------
@@ -421,19 +418,26 @@ async def run(settings: dict[str, Any]) -> None:
             log.error("out of file descriptors: new connections wait until sessions end")
 
     loop.set_exception_handler(on_error)
-    async with serve_episodes(EPISODE, **settings) as running:
-        loop.add_signal_handler(signal.SIGTERM, on_signal)
-        loop.add_signal_handler(signal.SIGINT, on_signal if not parent else lambda: None)  # which its parent forwards
-        if parent:
-            loop.add_reader(parent.sentinel, stop.set)
-        addresses = [sock.getsockname() for sock in running.sockets]
-        url = "ws://{}:{}/ws".format(
-            f"[{addresses[0][0]}]" if ":" in addresses[0][0] else addresses[0][0], addresses[0][1]
-        )
-        log.info("listening on %s (try: python -m websockets %s)", url, url)
-        if not settings["token"] and any(host != "::1" and not host.startswith("127.") for host, *_ in addresses):
-            log.warning("anybody who reaches this address can use the server: set SERVER_TOKEN to ask for a token")
-        await stop.wait()
+    try:
+        async with serve_episodes(EPISODE, **settings) as running:
+            loop.add_signal_handler(signal.SIGTERM, on_signal)
+            loop.add_signal_handler(signal.SIGINT, on_signal if not parent else lambda: None)  # its parent forwards it
+            if parent:
+                loop.add_reader(parent.sentinel, stop.set)
+            addresses = [sock.getsockname()[:2] for sock in running.sockets]
+            url = (
+                "ws://{}:{}/ws".format(*addresses[0])
+                if ":" not in addresses[0][0]
+                else "ws://[{}]:{}/ws".format(*addresses[0])
+            )
+            log.info("listening on %s (try: python -m websockets %s)", url, url)
+            if not settings["token"] and any(host != "::1" and not host.startswith("127.") for host, _ in addresses):
+                log.warning("anybody who reaches this address can use the server: set SERVER_TOKEN to ask for a token")
+            await stop.wait()
+            if parent:
+                loop.remove_reader(parent.sentinel)
+    except asyncio.CancelledError:  # a second signal: now, even if a thread is still at work
+        os._exit(0)
 
 
 def work(settings: dict[str, Any], level: str) -> None:
@@ -444,7 +448,7 @@ def work(settings: dict[str, Any], level: str) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if settings["max_sessions"] + 32 > hard:
         log.warning("--max-sessions %d does not fit under the limit of %d open files", settings["max_sessions"], hard)
-    with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):  # a signal at the start, or a second one
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C at the start
         asyncio.run(run(settings))
 
 
@@ -474,37 +478,23 @@ def supervise(count: int, settings: dict[str, Any], level: str) -> None:
             worker.terminate()
 
 
-def number(kind: type, low: float, high: float = float("inf")) -> Callable[[str], Any]:
-    """A `type` for argparse: a number of the kind, from `low` to `high`."""
-
-    def convert(text: str) -> Any:
-        with contextlib.suppress(ValueError):
-            if low <= (value := kind(text)) <= high:
-                return value
-        raise argparse.ArgumentTypeError(f"{text!r} is no {kind.__name__} from {low} to {high}")
-
-    return convert
-
-
 def main() -> None:
     """The command line."""
     text = "Serves this file's environment on ws://HOST:PORT/ws; with the variable SERVER_TOKEN set, to who sends it."
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=text)  # without usage, an error is one line
-    env, add, count, seconds = os.environ.get, parser.add_argument, number(int, 1), number(float, 0)
+    env, add = os.environ.get, parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    add("--port", type=number(int, 0, 65535), default=env("PORT", "8000"), help="0: a free one (PORT, else 8000)")
-    add(
-        "--max-sessions",
-        type=count,
-        default=env("MAX_CONCURRENT_ENVS", "1000"),
-        help="(MAX_CONCURRENT_ENVS, else 1000)",
-    )
-    add("--idle-timeout", type=seconds, default=3600, help="seconds until a silent client is closed, 0: never (3600)")
-    add("--drain-timeout", type=seconds, default=30, help="seconds for running episodes after SIGTERM or Ctrl-C (30)")
+    add("--port", type=int, default=env("PORT", "8000"), help="0 takes a free one (variable PORT, else 8000)")
+    add("--max-sessions", type=int, default=env("MAX_CONCURRENT_ENVS", "1000"), help="(MAX_CONCURRENT_ENVS, else 1000)")
+    add("--idle-timeout", type=float, default=3600, help="seconds until a silent client is closed, 0: never (3600)")
+    add("--drain-timeout", type=float, default=30, help="seconds for running episodes after SIGTERM or Ctrl-C (30)")
     add("--allow-origin", dest="allow_origins", action="append", default=[], help="of browser pages; repeatable")
-    add("--workers", type=count, default=1, help="processes on the port, each with its own --max-sessions (1)")
+    add("--workers", type=int, default=1, help="processes on the port, each with its own --max-sessions (1)")
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     settings = vars(parser.parse_args())
+    for name, low in {"port": 0, "max_sessions": 1, "idle_timeout": 0, "drain_timeout": 0, "workers": 1}.items():
+        if not low <= settings[name] < (2**16 if name == "port" else 2**31):
+            parser.error(f"--{name.replace('_', '-')} is {settings[name]}, which is out of range; the least is {low}")
     settings["token"] = token = env("SERVER_TOKEN")
     if token is not None and not (token.isascii() and token.isprintable() and token.split() == [token]):
         parser.error("the variable SERVER_TOKEN must be printable ASCII without spaces, or not be set")
