@@ -161,7 +161,7 @@ async def session(ws: ServerConnection, environment: Environment, sessions: Sess
         if kind == "state":
             over = episode_id is not None and not running
             books = {"episode_id": episode_id, "step_count": step_count, "done": over}
-            return encode({"type": "state", "data": {**await call("state"), **books}})
+            return encode({"type": "state", "data": books | await call("state") | books})
         if kind == "step" and not running:
             raise Refused("EXECUTION_ERROR", "no episode is running: send reset first")
         given = data.get("episode_id")
