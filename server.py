@@ -18,6 +18,7 @@ import re
 import resource
 import signal
 import socket
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -386,7 +387,7 @@ async def serve_episodes(
         try:
             await asyncio.wait(tasks, timeout=drain_timeout)
             await close_where(lambda running, since: True, *RESTART)
-            await asyncio.wait(tasks)
+            await asyncio.wait(tasks, timeout=5)
         finally:  # also at a second signal, which cancels this
             for ws in server.all_connections:
                 ws.transport.abort()
@@ -438,6 +439,11 @@ async def run(settings: dict[str, Any]) -> None:
                 loop.remove_reader(parent.sentinel)
     except asyncio.CancelledError:  # a second signal: now, even if a thread is still at work
         os._exit(0)
+    stuck = threading.Timer(
+        1, os._exit, (0,)
+    )  # Python waits for all threads at its end; a blocked step's may never end
+    stuck.daemon = True
+    stuck.start()
 
 
 def work(settings: dict[str, Any], level: str) -> None:
