@@ -31,6 +31,12 @@ lint: .venv-dev/ready ## check style and types of all Python files
 	@.venv-dev/bin/ruff format $(RUFF) --check .
 	@.venv-dev/bin/mypy --strict server.py replay.py
 
+openenv: $(VENV)/ready .venv-openenv/ready .venv-openenv-old/ready .venv-openenv-mid/ready ## compare with OpenEnv's clients, validator and server
+	@SERVER_PYTHON=$(abspath $(VENV))/bin/python .venv-openenv/bin/python compat/test_openenv.py
+
+bench: $(VENV)/ready .venv-bench/ready ## measure against a bare echo and OpenEnv's server, or: make bench ARGS=--quick
+	@BENCH_PYTHON=$(abspath $(VENV))/bin/python .venv-bench/bin/python bench/bench.py $(ARGS)
+
 clean: ## remove what the other targets made
 	rm -rf .venv .venv-* .mypy_cache .ruff_cache __pycache__ */__pycache__ replay.json
 
@@ -40,6 +46,15 @@ $(VENV)/ready: requirements.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(VENV)/bin/python $(PIP) -r requirements.txt || \
 	{ echo 'pip could not install $(shell cat requirements.txt): is there a network?' >&2; exit 1; }
+	@touch $@
+
+.venv-openenv/ready: compat/requirements.txt
+.venv-openenv-old/ready: compat/requirements-old.txt
+.venv-openenv-mid/ready: compat/requirements-mid.txt
+.venv-bench/ready: bench/requirements.txt
+.venv-openenv/ready .venv-openenv-old/ready .venv-openenv-mid/ready .venv-bench/ready:
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python $(PIP) -r $<
 	@touch $@
 
 .venv-dev/ready: Makefile requirements.txt
