@@ -93,7 +93,7 @@ async def play(options: argparse.Namespace, task_id: str, entry: Any, times: Any
     except (OSError, WebSocketException, ValueError, ImportError, RecursionError) as exc:  # of connections or values
         error = why(exc)
     finally:
-        if ws:
+        if ws and not ws.connection_lost_waiter.done():
             ws.transport.abort()
     step = replies[1:] if isinstance(entry, list) else replies[1] if replies[1:] else None
     row = {"task_id": task_id, "action": entry, "reset": replies[0] if replies else None, "step": step, "ok": not error}
@@ -205,6 +205,8 @@ def main() -> None:
             os.replace(part, os.path.realpath(options.log))
     except OSError as exc:
         parser.error(f"LOG {options.log}: {exc}")
+    except KeyboardInterrupt:  # while a pipe that is LOG waits for its reader
+        sys.exit(130)
     finally:
         with contextlib.suppress(OSError):  # it was never made, or is LOG by now
             os.unlink(part)

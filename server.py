@@ -21,13 +21,15 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from traceback import format_exception_only
+from types import NoneType
 from typing import Any, cast
 
-from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.asyncio.server import Server, ServerConnection, broadcast, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
+from websockets.protocol import State
 
 __version__ = "1.0.0"
 Environment = dict[str, Callable[..., Any]]
@@ -87,9 +89,8 @@ EPISODE = null_episode  # what `python server.py` serves
 
 # ---- The messages: JSON objects, strict in both directions -----------------------------------------------------------
 
-KEYS = {"reset": ("type", "data"), "step": ("type", "data"), "state": ("type",), "close": ("type",)}
+KEYS = {"reset": {"type", "data"}, "step": {"type", "data"}, "state": {"type"}, "close": {"type"}}
 encode = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=lambda value: value.tolist()).encode
-decode = json.JSONDecoder(parse_constant=int).decode  # int() raises ValueError for NaN and Infinity: they are not JSON
 
 
 class Refused(Exception):
@@ -99,6 +100,19 @@ class Refused(Exception):
 def error(code: str, message: str, **details: Any) -> str:
     """An error reply."""
     return encode({"type": "error", "data": {"message": message, "code": code, **details}})
+
+
+def refuse(constant: str) -> None:
+    """Keeps Python from reading NaN and Infinity (RFC 8259, section 6)."""
+    raise ValueError(f"{constant} is no JSON number")
+
+
+decode = json.JSONDecoder(parse_constant=refuse).decode
+
+
+def describe(exc: BaseException) -> str:
+    """The type and the text of an exception, even of one whose `str()` fails."""
+    return "".join(format_exception_only(exc)).strip()
 
 
 def read(message: str | bytes) -> tuple[str, dict[str, Any]]:
@@ -113,18 +127,18 @@ def read(message: str | bytes) -> tuple[str, dict[str, Any]]:
     if not isinstance(kind, str) or kind not in KEYS:
         shown = repr(kind)[:80] if isinstance(kind, str) else "no string"
         raise Refused("UNKNOWN_TYPE", f"type must be one of {', '.join(KEYS)}; it is {shown}")
-    if stray := [key for key in request if key not in KEYS[kind]]:
-        raise Invalid(f"unknown key {stray[0]!r:.80}: {kind} has only {' and '.join(KEYS[kind])}", stray[0])
+    if stray := request.keys() - KEYS[kind]:
+        raise Invalid(f"unknown key {min(stray)!r:.80}: {kind} has only {' and '.join(KEYS[kind])}", min(stray))
     data = request.get("data", None if kind == "step" else {})
     if not isinstance(data, dict):
         raise Invalid(f"{kind} needs data that is an object", "data")
     if kind == "reset":
         task_id, seed, episode_id = data.get("task_id"), data.get("seed"), data.get("episode_id")
-        if not isinstance(task_id, str | None):
+        if not (task_id is None or isinstance(task_id, str)):
             raise Invalid("task_id must be a string or null", "data", "task_id")
         if not (seed is None or type(seed) is int and seed >= 0):
             raise Invalid("seed must be an integer >= 0 or null", "data", "seed")
-        if not isinstance(episode_id, str | None) or len(episode_id or "") > 255:
+        if not (episode_id is None or isinstance(episode_id, str) and len(episode_id) <= 255):
             raise Invalid("episode_id must be a string of at most 255 characters or null", "data", "episode_id")
     return kind, data
 
@@ -144,42 +158,48 @@ async def session(ws: ServerConnection, environment: Environment, sessions: Sess
     since when (in the loop's time) the session has been waiting for its client; infinite while it is not.
     """
     episode_id: str | None = None
-    step_count, running, patient, farewell = 0, False, False, RESTART
+    played, running, step_count, patient, farewell = False, False, 0, False, RESTART
     loop, task = asyncio.get_running_loop(), cast("asyncio.Task[None]", asyncio.current_task())
     waiting_since = loop.time()
 
     async def call(handler: str, *args: Any) -> Any:
-        result = environment.get(handler, dict)(*args)  # dict() stands for a `state` or `close` that is not there
-        return await result if isinstance(result, Awaitable) else result
+        result = environment[handler](*args)
+        return await result if hasattr(result, "__await__") else result
 
     async def reply_to(message: str | bytes) -> str | None:
-        nonlocal episode_id, step_count, running, farewell
+        nonlocal episode_id, played, running, step_count, farewell
         kind, data = read(message)
         if kind == "close":
             farewell = 1000, ""
         if kind == "close" or (kind == "reset" and draining.is_set()):
             return None
         if kind == "state":
-            over = episode_id is not None and not running
-            books = {"episode_id": episode_id, "step_count": step_count, "done": over}
+            if played and episode_id is None:
+                episode_id = str(uuid.uuid4())
+            books = {"episode_id": episode_id, "step_count": step_count, "done": played and not running}
             return encode({"type": "state", "data": books | await call("state") | books})
         if kind == "step" and not running:
             raise Refused("EXECUTION_ERROR", "no episode is running: send reset first")
         given = data.get("episode_id")
-        match result := await call(kind, data):
-            case {"observation": dict(), "reward": int() | float() | None, "done": bool(done)}:
-                reply = encode({"type": "observation", "data": result})
-            case _:
-                raise TypeError(f"{kind} must return observation(dict, reward=number, done=bool), not {result!r:.200}")
+        result = await call(kind, data)
+        fields, reward, done = result["observation"], result["reward"], result["done"]
+        if not (isinstance(fields, dict) and isinstance(reward, (int, float, NoneType)) and isinstance(done, bool)):
+            raise TypeError(
+                f"{kind} must return observation(a dict, reward=a number, done=a bool), not {result!r:.200}"
+            )
+        reply = encode({"type": "observation", "data": result})
         if kind == "reset":  # nothing can fail any more: now the books change
-            episode_id, step_count = str(uuid.uuid4()) if given is None else given, -1
-        step_count, running = step_count + 1, not done
+            episode_id, step_count = given, -1
+        played, running, step_count = True, not done, step_count + 1
         return reply
 
+    for part in ws.request, ws.response:
+        if part:
+            part.headers.clear()  # 3 kB that nobody reads any more
     sessions[task] = lambda: (ws, running, waiting_since)
     ws.connection_lost_waiter.add_done_callback(lambda _: task.cancel() if waiting_since == float("inf") else None)
     try:
-        while running or not draining.is_set():
+        while ws.state is State.OPEN and (running or not draining.is_set()):
             message = await ws.recv()
             waiting_since = float("inf")
             try:
@@ -188,11 +208,13 @@ async def session(ws: ServerConnection, environment: Environment, sessions: Sess
                 reply = error("VALIDATION_ERROR", exc.args[0], errors=[{"loc": exc.args[1:], "msg": exc.args[0]}])
             except Refused as exc:
                 reply = error(*exc.args)
-            except (Exception, SystemExit, asyncio.CancelledError) as exc:  # model-written code calls exit(), too
-                if task.cancelling():
+            except BaseException as exc:  # model-written code raises anything, such as SystemExit by exit()
+                if isinstance(exc, asyncio.CancelledError) and (ws.connection_lost_waiter.done() or draining.is_set()):
                     raise
+                while task.uncancel():  # a TaskGroup of Python 3.11 leaves its cancellation behind
+                    pass
                 log.exception("the environment failed")
-                reply = error("EXECUTION_ERROR", format_exception_only(exc)[-1].strip())
+                reply = error("EXECUTION_ERROR", describe(exc))
             waiting_since = loop.time()
             if reply is None:
                 break
@@ -201,18 +223,23 @@ async def session(ws: ServerConnection, environment: Environment, sessions: Sess
                 patient = unread  # by a paused client, whose TCP window is then closed: that is no absence
                 sock = ws.transport.get_extra_info("socket")
                 sock.setsockopt(socket.IPPROTO_TCP, USER_TIMEOUT, 0 if patient else GONE)
-            await ws.send(reply)
+            broadcast((ws,), reply)  # as `send` does, but for a context manager that costs as much as reading JSON
+            await ws.drain()
             del message, reply  # a session that waits holds neither
     except (ConnectionClosed, asyncio.CancelledError):
-        task.uncancel()  # it was cancelled if the client left in the middle of a step
+        while task.uncancel():  # it was cancelled if the client left in the middle of a step
+            pass
     finally:
         try:
             await call("close")
-        except (Exception, SystemExit):
+        except asyncio.CancelledError:
+            pass  # by its own `task.cancel(); await task`, or by the end of the event loop
+        except BaseException:
             log.exception("the environment's close failed")
         finally:
             del sessions[task]
-    await ws.close(*farewell)
+    if not ws.connection_lost_waiter.done():
+        await ws.close(*farewell)
 
 
 # ---- The HTTP pages --------------------------------------------------------------------------------------------------
@@ -303,10 +330,11 @@ class Connection(ServerConnection):
         if not self.recv_messages.paused:
             self.transport.resume_reading()
 
-    async def drain(self) -> None:
+    def drain(self) -> Coroutine[Any, Any, None]:
         if not self.protocol.close_expected():
-            return await super().drain()
+            return super().drain()
         self.transport.resume_reading()  # the client's close frame ends the wait, or else `close_timeout`
+        return asyncio.sleep(0)
 
 
 @contextlib.asynccontextmanager
@@ -337,10 +365,10 @@ async def serve_episodes(
             reply, code = error("CAPACITY_REACHED", "all sessions are in use: try again later", **count()), 1013
         else:
             try:
-                environment = dict(new_episode())
-            except (Exception, SystemExit) as exc:
+                environment: Environment = {"state": dict, "close": dict, **new_episode()}
+            except BaseException as exc:
                 log.exception("the environment could not be made")
-                reply, code = error("FACTORY_ERROR", f"no environment: {format_exception_only(exc)[-1].strip()}"), 1011
+                reply, code = error("FACTORY_ERROR", f"no environment: {describe(exc)}"), 1011
             else:
                 return await session(ws, environment, sessions, draining)
         with contextlib.suppress(ConnectionClosed):
@@ -390,7 +418,8 @@ async def serve_episodes(
             await asyncio.wait(tasks, timeout=5)
         finally:  # also at a second signal, which cancels this
             for ws in server.all_connections:
-                ws.transport.abort()
+                if not ws.connection_lost_waiter.done():
+                    ws.transport.abort()
             await asyncio.wait(tasks, timeout=1)
             log.info("drained")
 
@@ -405,7 +434,7 @@ async def run(settings: dict[str, Any]) -> None:
 
     def on_signal() -> None:
         if stop.is_set() and task:
-            task.cancel()
+            loop.call_soon(task.cancel)  # after `stop.wait()`, also when both signals come at once
         stop.set()
 
     quiet_until = 0.0
@@ -419,29 +448,23 @@ async def run(settings: dict[str, Any]) -> None:
             log.error("out of file descriptors: new connections wait until sessions end")
 
     loop.set_exception_handler(on_error)
+    loop.add_signal_handler(signal.SIGTERM, on_signal)
+    loop.add_signal_handler(signal.SIGINT, on_signal if not parent else lambda: None)  # its parent forwards it
+    if parent:
+        loop.add_reader(parent.sentinel, stop.set)
     try:
         async with serve_episodes(EPISODE, **settings) as running:
-            loop.add_signal_handler(signal.SIGTERM, on_signal)
-            loop.add_signal_handler(signal.SIGINT, on_signal if not parent else lambda: None)  # its parent forwards it
-            if parent:
-                loop.add_reader(parent.sentinel, stop.set)
-            addresses = [sock.getsockname()[:2] for sock in running.sockets]
-            url = (
-                "ws://{}:{}/ws".format(*addresses[0])
-                if ":" not in addresses[0][0]
-                else "ws://[{}]:{}/ws".format(*addresses[0])
-            )
+            hosts, (_, port, *_) = [sock.getsockname()[0] for sock in running.sockets], running.sockets[0].getsockname()
+            url = f"ws://{f'[{hosts[0]}]' if ':' in hosts[0] else hosts[0]}:{port}/ws"
             log.info("listening on %s (try: python -m websockets %s)", url, url)
-            if not settings["token"] and any(host != "::1" and not host.startswith("127.") for host, _ in addresses):
+            if not settings["token"] and any(host != "::1" and not host.startswith("127.") for host in hosts):
                 log.warning("anybody who reaches this address can use the server: set SERVER_TOKEN to ask for a token")
             await stop.wait()
             if parent:
                 loop.remove_reader(parent.sentinel)
     except asyncio.CancelledError:  # a second signal: now, even if a thread is still at work
         os._exit(0)
-    stuck = threading.Timer(
-        1, os._exit, (0,)
-    )  # Python waits for all threads at its end; a blocked step's may never end
+    stuck = threading.Timer(1, os._exit, (0,))  # a thread of a blocked step, for which Python would wait
     stuck.daemon = True
     stuck.start()
 
@@ -454,13 +477,20 @@ def work(settings: dict[str, Any], level: str) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if settings["max_sessions"] + 32 > hard:
         log.warning("--max-sessions %d does not fit under the limit of %d open files", settings["max_sessions"], hard)
-    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C at the start
-        asyncio.run(run(settings))
+    with asyncio.Runner() as runner:
+        task = runner.get_loop().create_task(run(settings))
+        while not task.done():
+            try:
+                runner.get_loop().run_until_complete(task)
+            except BaseException:  # SystemExit in a task that an environment made stops the loop, but nothing else
+                if task.done():
+                    raise
+                log.exception("an environment stopped the event loop, which goes on")
 
 
 def supervise(count: int, settings: dict[str, Any], level: str) -> None:
     """Runs processes that share the port; starts another when one dies, and ends them at a signal as `run` does."""
-    for family, *_, address in socket.getaddrinfo(settings["host"], settings["port"], type=socket.SOCK_STREAM):
+    for family, *_, address in socket.getaddrinfo(settings["host"] or None, settings["port"], type=socket.SOCK_STREAM):
         socket.create_server(address[:2], family=family).close()  # raises OSError if the port is in use
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     workers: list[Any] = []
@@ -475,13 +505,16 @@ def supervise(count: int, settings: dict[str, Any], level: str) -> None:
             log.error("%d of %d workers died: starting others", count - len(workers), count)
             time.sleep(max(0, started + 1 - time.monotonic()))  # no more often than once a second
     except KeyboardInterrupt:
-        for worker in workers:
-            worker.terminate()
+        workers = [worker for worker in workers if worker.is_alive()]
         with contextlib.suppress(KeyboardInterrupt):
             for worker in workers:
+                worker.terminate()
+            for worker in workers:
                 worker.join()
+        for number in signal.SIGINT, signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)
         for worker in workers:
-            worker.terminate()
+            worker.terminate()  # by a second signal
 
 
 def main() -> None:
