@@ -43,7 +43,8 @@ clean: ## remove what the other targets made
 $(VENV)/ready: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	{ echo '$(PYTHON) is not Python 3.11 or later; name one that is: make PYTHON=python3.12 ...' >&2; exit 1; }
-	@$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV) || \
+	{ echo 'no virtual environment in $(VENV); for another place: make VENV=/tmp/venv ...' >&2; exit 1; }
 	@$(VENV)/bin/python $(PIP) -r requirements.txt || \
 	{ echo 'pip could not install $(shell cat requirements.txt): is there a network?' >&2; exit 1; }
 	@touch $@

@@ -26,10 +26,19 @@ from traceback import format_exception_only
 from types import NoneType
 from typing import Any, cast
 
-from websockets.asyncio.server import Server, ServerConnection, broadcast, serve
-from websockets.exceptions import ConnectionClosed
-from websockets.http11 import Request, Response
-from websockets.protocol import State
+try:
+    from websockets.asyncio.server import Server, ServerConnection, broadcast, serve
+    from websockets.exceptions import ConnectionClosed
+    from websockets.http11 import Request, Response
+    from websockets.protocol import State
+    from websockets.version import version
+
+    if version < "17":
+        raise ImportError
+except ImportError:
+    raise SystemExit(
+        "this needs Python 3.11 and websockets 17: pip install 'websockets>=17,<18', or make run"
+    ) from None
 
 __version__ = "1.0.0"
 Environment = dict[str, Callable[..., Any]]
@@ -497,9 +506,11 @@ def supervise(count: int, settings: dict[str, Any], level: str) -> None:
     try:
         while True:
             started = time.monotonic()
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a worker inherits it: Ctrl-C reaches it through here
             while len(workers) < count:
                 workers.append(multiprocessing.get_context("spawn").Process(target=work, args=(settings, level)))
                 workers[-1].start()
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             multiprocessing.connection.wait([worker.sentinel for worker in workers])
             workers = [worker for worker in workers if worker.is_alive()]
             log.error("%d of %d workers died: starting others", count - len(workers), count)
@@ -532,8 +543,9 @@ def main() -> None:
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     settings = vars(parser.parse_args())
     for name, low in {"port": 0, "max_sessions": 1, "idle_timeout": 0, "drain_timeout": 0, "workers": 1}.items():
-        if not low <= settings[name] < (2**16 if name == "port" else 2**31):
-            parser.error(f"--{name.replace('_', '-')} is {settings[name]}, which is out of range; the least is {low}")
+        high = 2**16 - 1 if name == "port" else 10**9
+        if not low <= settings[name] <= high:
+            parser.error(f"--{name.replace('_', '-')} must be from {low} to {high}, not {settings[name]}")
     settings["token"] = token = env("SERVER_TOKEN")
     if token is not None and not (token.isascii() and token.isprintable() and token.split() == [token]):
         parser.error("the variable SERVER_TOKEN must be printable ASCII without spaces, or not be set")
