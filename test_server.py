@@ -1935,7 +1935,9 @@ class Proxy(Case):
             file.flush()
             process = await asyncio.create_subprocess_exec("haproxy", "-db", "-q", "-f", file.name)
             try:
-                await until(lambda: is_served(front))
+                async with asyncio.timeout(20):
+                    while not await is_served(front):
+                        await asyncio.sleep(0.02)
                 yield front
             finally:
                 process.terminate()
