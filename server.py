@@ -233,8 +233,8 @@ async def session(ws: ServerConnection, environment: Environment, sessions: Sess
                 sock = ws.transport.get_extra_info("socket")
                 sock.setsockopt(socket.IPPROTO_TCP, USER_TIMEOUT, 0 if patient else GONE)
             broadcast((ws,), reply)  # as `send` does, but for a context manager that costs as much as reading JSON
-            await ws.drain()
             del message, reply  # a session that waits holds neither
+            await ws.drain()
     except (ConnectionClosed, asyncio.CancelledError):
         while task.uncancel():  # it was cancelled if the client left in the middle of a step
             pass
