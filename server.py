@@ -270,7 +270,7 @@ def respond(ws: ServerConnection, request: Request, health: dict[str, Any], toke
     scheme, _, given = " ".join(request.headers.get_all("Authorization")).partition(" ")
     known = scheme.lower() == "bearer" and hmac.compare_digest(given.encode("latin-1"), (token or "").encode())
     body: Any = "Only GET and HEAD; reset and step are messages on the WebSocket /ws.\n"
-    if token and not known and path != "/health":
+    if token is not None and not known and path != "/health":
         status, body, name, value = 401, "Send the header Authorization: Bearer TOKEN.\n", "WWW-Authenticate", "Bearer"
     elif path not in PATHS:
         status, body = 404, f"Nothing here, only {' '.join(PATHS)}; reset and step are messages on /ws.\n"
