@@ -36,9 +36,7 @@ try:
     if version < "17":
         raise ImportError
 except ImportError:
-    raise SystemExit(
-        "this needs Python 3.11 and websockets 17: pip install 'websockets>=17,<18', or make run"
-    ) from None
+    raise SystemExit("this needs Python 3.11 and websockets 17: pip install 'websockets>=17,<18'") from None
 
 __version__ = "1.0.0"
 Environment = dict[str, Callable[..., Any]]
@@ -191,11 +189,10 @@ async def session(ws: ServerConnection, environment: Environment, sessions: Sess
             raise Refused("EXECUTION_ERROR", "no episode is running: send reset first")
         given = data.get("episode_id")
         result = await call(kind, data)
-        fields, reward, done = result["observation"], result["reward"], result["done"]
+        get = result.get if isinstance(result, dict) else {}.get
+        fields, reward, done = get("observation"), get("reward", ""), get("done")
         if not (isinstance(fields, dict) and isinstance(reward, (int, float, NoneType)) and isinstance(done, bool)):
-            raise TypeError(
-                f"{kind} must return observation(a dict, reward=a number, done=a bool), not {result!r:.200}"
-            )
+            raise TypeError(f"{kind} must return observation(dict, reward=number, done=bool), not {result!r:.200}")
         reply = encode({"type": "observation", "data": result})
         if kind == "reset":  # nothing can fail any more: now the books change
             episode_id, step_count = given, -1
