@@ -95,14 +95,25 @@ def measure(call: Callable[..., load.Figures], core: int, quick: bool) -> Result
                 note("start", name, {"seconds": ready, "bytes": load.resident(server.pid)})
     with contextlib.ExitStack() as stack:
         servers = {name: stack.enter_context(running(name, core))[0] for name in COMMANDS}
+
+        def alone(measured: Callable[..., load.Figures], name: str, *args: float) -> load.Figures:
+            """Measures when no server on the core is at work any more at the end of an earlier measurement."""
+            before, deadline = -1.0, time.perf_counter() + START_LIMIT
+            while (used := sum(load.processor_time(server.pid) for server in servers.values())) > before:
+                if time.perf_counter() > deadline:
+                    raise TimeoutError("a server does not come to rest")
+                before = used
+                time.sleep(0.1)
+            return call(measured, servers[name], *args)
+
         for name in RIVALS:
-            note("held", name, call(load.held, servers[name], HELD))
+            note("held", name, alone(load.held, name, HELD))
         for _ in range(rounds):
             for sessions in SESSIONS:
                 for name in COMMANDS if sessions == BUSY else RIVALS:
-                    note(f"steps {sessions}", name, call(load.steps, servers[name], sessions, seconds))
+                    note(f"steps {sessions}", name, alone(load.steps, name, sessions, seconds))
             for name in COMMANDS:
-                note("episodes", name, call(load.episodes, servers[name], CONCURRENCY, seconds))
+                note("episodes", name, alone(load.episodes, name, CONCURRENCY, seconds))
     idle, total, windows = (1000, 2048, (2, 4)) if quick else (10000, 16384, (4, 21))
     for name in RIVALS:
         with running(name, core) as (server, _):

@@ -178,9 +178,14 @@ class Load:
 
     def usage(self) -> tuple[float, float, float]:
         """The time, the load's idle time, and the processor time of the server, all in seconds."""
-        with open(f"/proc/{self.server.pid}/stat") as file:
-            ticks = file.read().rpartition(")")[2].split()[11:13]
-        return clock(), self.idle, sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+        return clock(), self.idle, processor_time(self.server.pid)
+
+
+def processor_time(pid: int) -> float:
+    """What a process has used of its core, in seconds."""
+    with open(f"/proc/{pid}/stat") as file:
+        ticks = file.read().rpartition(")")[2].split()[11:13]
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
 def resident(pid: int) -> int:
