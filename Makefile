@@ -17,7 +17,7 @@ run: $(VENV)/ready ## serve the environment on port 8000, or: make run ARGS="--p
 	@exec $(VENV)/bin/python server.py $(ARGS)
 
 test: $(VENV)/ready ## run the unit tests, then the replay against a server on a free port
-	@$(VENV)/bin/python -m unittest test_server
+	@$(VENV)/bin/python -W ignore::ResourceWarning -m unittest test_server
 	@port=$$($(VENV)/bin/python -c '$(FREE_PORT)') || exit 1; \
 	$(VENV)/bin/python server.py --port $$port & server=$$!; \
 	trap 'kill $$server 2>/dev/null; wait $$server' EXIT; trap 'exit 130' INT; trap 'exit 143' TERM; \

@@ -291,16 +291,16 @@ def respond(ws: ServerConnection, request: Request, health: dict[str, Any], toke
 
 # ---- The server ------------------------------------------------------------------------------------------------------
 
-LARGE = (
-    2**16
-)  # bytes; of larger frames one may wait for a session, of smaller ones 256, together no more than a message
-LIBRARY: dict[str, Any] = {
-    "host": "127.0.0.1",
-    "port": 8000,
-    "backlog": 1024,
-    "max_size": 2**24,
-    "max_queue": 256,
-    "write_limit": 2 * LARGE,
+LARGE = 2**16  # bytes; of larger frames one may wait for a session, of smaller ones 256: no more than one long message
+
+
+TCP = {  # options of each connection, where the platform has them; probes are for where there is no user timeout
+    "TCP_USER_TIMEOUT": GONE,
+    "TCP_KEEPIDLE": 60,  # seconds
+    "TCP_KEEPALIVE": 60,  # its name on macOS
+    "TCP_KEEPINTVL": 10,
+    "TCP_KEEPCNT": 4,
+    "TCP_NOTSENT_LOWAT": LARGE,  # what the kernel cannot send stays in the write buffer, and so is seen
 }
 
 
@@ -347,6 +347,8 @@ class Connection(ServerConnection):
 async def serve_episodes(
     new_episode: Callable[[], Environment],
     *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
     max_sessions: int = 1000,
     idle_timeout: float = 3600,
     drain_timeout: float = 0,
@@ -356,9 +358,9 @@ async def serve_episodes(
 ) -> AsyncIterator[Server]:
     """Serves environments: `async with serve_episodes(null_episode, host="127.0.0.1", port=0) as running:`.
 
-    `running.sockets` tells the port, `options` go to `websockets.serve`, times are in seconds. At the end of the block
-    it accepts no more, gives running episodes `drain_timeout`, and closes the rest with 1001. Raises OSError if it
-    cannot listen.
+    `running.sockets` tells the port, other `options` go to `websockets.serve`, times are in seconds. At the end of the
+    block it accepts no more, gives running episodes `drain_timeout`, and closes the rest with 1001. Raises OSError if
+    it cannot listen.
     """
     sessions: Sessions = {}
     draining, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -393,20 +395,26 @@ async def serve_episodes(
 
     server = await serve(
         handler,
+        host,
+        port,
         process_request=lambda ws, request: respond(ws, request, {"status": "healthy", **count()}, token),
         origins=[None, *allow_origins],
         create_connection=Connection,
         compression=None,
+        max_size=2**24,  # bytes; a longer message closes its own socket with 1009
+        max_queue=256,
+        write_limit=2 * LARGE,
         ping_timeout=None,  # a trainer in its optimizer step answers no ping; the kernel tells which hosts are gone
         close_timeout=5,
+        backlog=1024,
         start_serving=False,
-        **LIBRARY | options,
+        **options,
     )
     for sock in server.sockets:  # what it accepts inherits this
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if USER_TIMEOUT:
-            sock.setsockopt(socket.IPPROTO_TCP, USER_TIMEOUT, GONE)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, LARGE)  # the rest shows in the write buffer
+        for name, value in TCP.items():
+            if hasattr(socket, name):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     await server.start_serving()
     watcher = asyncio.create_task(close_idle())
     try:

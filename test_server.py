@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: 0BSD
 """Tests of server.py on real sockets: first the wire contract, section by section, then what a server must withstand.
 
-`python -m unittest test_server` runs them. Variables: LEAK_EPISODES (2000), FUZZ_SECONDS (5) and FUZZ_SEED (1).
+`python -m unittest test_server` runs them. Variables: LEAK_EPISODES (2000), FUZZ_SECONDS (3) and FUZZ_SEED (1).
 """
 
 import asyncio
@@ -1614,7 +1614,7 @@ def invalid(rng):
 class Fuzz(Case):
     async def test_fuzz(self):
         """After each case the same socket, or a new one where the protocol demands the end, plays a whole episode."""
-        seed, seconds = os.environ.get("FUZZ_SEED", "1"), float(os.environ.get("FUZZ_SECONDS", "5"))
+        seed, seconds = os.environ.get("FUZZ_SEED", "1"), float(os.environ.get("FUZZ_SECONDS", "3"))
         rng, counts, end = random.Random(seed), collections.Counter(), time.monotonic() + seconds
         async with Program("--port=0") as program, connect(program.port) as bystander:
             await rpc(bystander, "reset", {"episode_id": "bystander"})
