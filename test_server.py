@@ -1525,6 +1525,98 @@ class Leaks(Case):
             self.assertEqual(len(program.log), 3, program.log)
 
 
+WILD = """
+async def fails():
+    await asyncio.sleep(0.01)
+    raise ValueError("inner")
+
+async def leaves():
+    await asyncio.sleep(0.01)
+    exit(3)
+
+async def step(action):
+    import server
+    match action.get("do"):
+        case "exit": exit(3)
+        case "exit in a task": await asyncio.gather(leaves())
+        case "exit in a forgotten task":
+            asyncio.create_task(leaves())
+            await asyncio.sleep(0.05)
+        case "stop the loop": asyncio.get_running_loop().stop()
+        case "TaskGroup":
+            async with asyncio.TaskGroup() as group:
+                group.create_task(fails())
+        case "BaseException": raise BaseException("base")
+        case "KeyboardInterrupt": raise KeyboardInterrupt
+        case "CancelledError": raise asyncio.CancelledError
+        case "note":
+            exc = ValueError("its text")
+            exc.add_note("a note")
+            raise exc
+        case "nothing": return None
+    return server.observation({}, 1.0)
+
+async def close():
+    task = asyncio.create_task(asyncio.sleep(600))
+    await asyncio.sleep(0)
+    task.cancel()
+    await task
+
+plug(step=step, close=close)
+"""
+
+
+class Wild(Case):
+    """Environments run code that a model wrote: it may do anything, and costs its own step only."""
+
+    async def test_what_a_step_does_to_the_process_ends_neither_server_nor_session(self):
+        texts = {
+            "exit": "SystemExit: 3",
+            "exit in a task": "SystemExit: 3",
+            "exit in a forgotten task": None,
+            "stop the loop": None,
+            "TaskGroup": "ExceptionGroup",
+            "BaseException": "BaseException: base",
+            "KeyboardInterrupt": "KeyboardInterrupt",
+            "CancelledError": "CancelledError",
+            "note": "ValueError: its text",
+            "nothing": "must return observation",
+        }
+        async with Program("--port=0", code=WILD) as program, connect(program.port) as bystander:
+            await rpc(bystander, "reset", {"episode_id": "bystander"})
+            ws = await connect(program.port)
+            await rpc(ws, "reset")
+            count = 0
+            for do, text in texts.items():
+                with self.subTest(do):
+                    reply = await ask(ws, message("step", {"do": do}))
+                    if text:
+                        self.assertEqual(reply["data"]["code"], "EXECUTION_ERROR")
+                        self.assertIn(text, reply["data"]["message"])
+                    for _ in range(2):
+                        self.assertEqual((await rpc(ws, "step", {}))["reward"], 1.0)
+                    count += 2 + (text is None)
+                    self.assertEqual((await rpc(ws, "state"))["step_count"], count)
+            await ws.send(message("close"))
+            self.assertEqual(await ended(ws), (1000, ""))
+            self.assertEqual((await rpc(bystander, "state"))["episode_id"], "bystander")
+
+    async def test_two_signals_at_once_are_two(self):
+        async with Program("--port=0", "--drain-timeout=600") as program, connect(program.port) as ws:
+            await rpc(ws, "reset")
+            program.process.send_signal(signal.SIGTERM)
+            program.process.send_signal(signal.SIGINT)
+            async with asyncio.timeout(10):
+                self.assertEqual(await program.process.wait(), 0)
+
+    async def test_an_environment_without_step_does_not_echo_the_client(self):
+        async with serving(lambda: {"reset": lambda data: server.observation({})}) as port, connect(port) as ws:
+            await rpc(ws, "reset")
+            with self.assertLogs(level="ERROR"):
+                code = await code_of(ws, "step", {"observation": {}, "reward": 1, "done": True})
+            self.assertEqual(code, "EXECUTION_ERROR")
+
+
 # ---- The fuzzer ------------------------------------------------------------------------------------------------------
 
 VALUES = [
