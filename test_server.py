@@ -2324,6 +2324,17 @@ class ReplayOfEpisodes(ReplayCase):
         self.assertEqual((log["episodes"][3]["reset"], log["episodes"][3]["step"]), (None, None))
         self.assertEqual(log["episodes"][-1]["concurrent_group_rewards"], [None] * 5)
 
+    async def test_an_action_that_is_too_long_for_the_server(self) -> None:
+        """The server hangs up on it while most of it is still to be sent."""
+        actions = [{"a": "x" * 17 * MIB}, {}]
+        path = self.file({"task_ids": ["null"], "actions": actions, "reward": 0.5})
+        async with self.served(server.null_episode) as url:
+            status, out, err = await self.replay(url, self.log, "--episodes", path, "--group", 1)
+        self.assertEqual((status, err, len(out)), (1, [], 4))
+        self.assertEqual([line[:4] for line in out[:-1]], ["FAIL", "OK  ", "FAIL"])
+        self.assertIn("1009", out[0])
+        self.assertEqual([row["ok"] for row in self.logged()["episodes"]], [False, True, False])
+
     async def test_a_full_server_is_quoted(self) -> None:
         async with self.served(server.null_episode, max_sessions=1) as url:
             status, out, _ = await self.replay(url, self.log)
