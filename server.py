@@ -292,16 +292,10 @@ def respond(ws: ServerConnection, request: Request, health: dict[str, Any], toke
 # ---- The server ------------------------------------------------------------------------------------------------------
 
 LARGE = 2**16  # bytes; of larger frames one may wait for a session, of smaller ones 256: no more than one long message
-
-
-TCP = {  # options of each connection, where the platform has them; probes are for where there is no user timeout
-    "TCP_USER_TIMEOUT": GONE,
-    "TCP_KEEPIDLE": 60,  # seconds
-    "TCP_KEEPALIVE": 60,  # its name on macOS
-    "TCP_KEEPINTVL": 10,
-    "TCP_KEEPCNT": 4,
-    "TCP_NOTSENT_LOWAT": LARGE,  # what the kernel cannot send stays in the write buffer, and so is seen
-}
+# Options of each connection, where the platform has them. Keepalive probes are for where there is no user timeout; what
+# the kernel cannot send yet is kept out of it by the last one, so that `get_write_buffer_size` tells what is unread.
+TCP = {"TCP_USER_TIMEOUT": GONE, "TCP_KEEPIDLE": 60, "TCP_KEEPALIVE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
+TCP |= {"TCP_NOTSENT_LOWAT": LARGE}
 
 
 class Connection(ServerConnection):
