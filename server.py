@@ -482,9 +482,11 @@ def work(settings: dict[str, Any], level: str) -> None:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=level.upper())
     logging.getLogger("websockets").setLevel(logging.WARNING)  # at DEBUG it would write the token of each handshake
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if settings["max_sessions"] + 32 > hard:
-        log.warning("--max-sessions %d does not fit under the limit of %d open files", settings["max_sessions"], hard)
+    with contextlib.suppress(ValueError, OSError):  # macOS names no hard limit, but has one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if 0 <= limit < settings["max_sessions"] + 32:
+        log.warning("--max-sessions %d does not fit under the limit of %d open files", settings["max_sessions"], limit)
     with asyncio.Runner() as runner:
         task = runner.get_loop().create_task(run(settings))
         while not task.done():
