@@ -1604,8 +1604,8 @@ class Wild(Case):
     async def test_two_signals_at_once_are_two(self):
         async with Program("--port=0", "--drain-timeout=600") as program, connect(program.port) as ws:
             await rpc(ws, "reset")
-            program.process.send_signal(signal.SIGTERM)
-            program.process.send_signal(signal.SIGINT)
+            for number in signal.SIGSTOP, signal.SIGTERM, signal.SIGINT, signal.SIGCONT:
+                program.process.send_signal(number)
             async with asyncio.timeout(10):
                 self.assertEqual(await program.process.wait(), 0)
 
