@@ -3,7 +3,7 @@
 
 A trainer connects to /ws and sends `reset`, `step`, `state` and `close`; observations, rewards and `done` come back, as
 in OpenEnv's protocol. One socket is one session: it has an environment of its own, plays episodes one after the other,
-and shares nothing with other sockets. To make it yours, replace `null_episode` and the three constants above it.
+and shares nothing with other sockets. To make it yours, replace `null_episode` and the constants around it.
 """
 
 import argparse
@@ -153,6 +153,7 @@ def read(message: str | bytes) -> tuple[str, dict[str, Any]]:
 # ---- The session: one socket, its environment, and the books of its episodes -----------------------------------------
 
 RESTART = 1001, "the server is restarting"  # close code and reason
+LARGE = 2**16  # bytes; of larger frames one may wait for a session, of smaller ones 256: no more than one long message
 GONE = 100_000  # milliseconds without a TCP acknowledgment after which the kernel takes the client's host for dead
 USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 0)  # the option for it, where the platform has it
 Sessions = dict[asyncio.Task[Any], Callable[[], tuple[ServerConnection, bool, float]]]
@@ -259,21 +260,25 @@ OPENAPI = {
 }
 
 
-def respond(ws: ServerConnection, request: Request, health: dict[str, Any], token: str | None) -> Response | None:
+def respond(
+    ws: ServerConnection, request: Request, count: Callable[[], dict[str, int]], token: str | None
+) -> Response | None:
     """The answer to an HTTP request, or None where `websockets` is to go on with the opening handshake."""
-    metadata = METADATA | {"server_version": __version__}
-    pages = {"/": ABOUT, "/health": health, "/metadata": metadata, "/schema": SCHEMA, "/openapi.json": OPENAPI}
     path, status, name, value = request.path.partition("?")[0], 200, "Cache-Control", "no-store"
-    scheme, _, given = " ".join(request.headers.get_all("Authorization")).partition(" ")
-    known = scheme.lower() == "bearer" and hmac.compare_digest(given.encode("latin-1"), (token or "").encode())
+    known = token is None
+    if token is not None:
+        scheme, _, given = " ".join(request.headers.get_all("Authorization")).partition(" ")
+        known = scheme.lower() == "bearer" and hmac.compare_digest(given.encode("latin-1"), token.encode())
     body: Any = "Only GET and HEAD; reset and step are messages on the WebSocket /ws.\n"
-    if token is not None and not known and path != "/health":
+    if not known and path != "/health":
         status, body, name, value = 401, "Send the header Authorization: Bearer TOKEN.\n", "WWW-Authenticate", "Bearer"
     elif path not in PATHS:
         status, body = 404, f"Nothing here, only {' '.join(PATHS)}; reset and step are messages on /ws.\n"
     elif request.method not in ("GET", "HEAD"):
         status, name, value = 405, "Allow", "GET, HEAD"
-    elif path in pages:
+    elif path != "/ws":
+        health, metadata = {"status": "healthy", **count()}, METADATA | {"server_version": __version__}
+        pages = {"/": ABOUT, "/health": health, "/metadata": metadata, "/schema": SCHEMA, "/openapi.json": OPENAPI}
         body = pages[path]
     elif request.method == "GET":
         return None
@@ -291,11 +296,16 @@ def respond(ws: ServerConnection, request: Request, health: dict[str, Any], toke
 
 # ---- The server ------------------------------------------------------------------------------------------------------
 
-LARGE = 2**16  # bytes; of larger frames one may wait for a session, of smaller ones 256: no more than one long message
 # Options of each connection, where the platform has them. Keepalive probes are for where there is no user timeout; what
 # the kernel cannot send yet is kept out of it by the last one, so that `get_write_buffer_size` tells what is unread.
-TCP = {"TCP_USER_TIMEOUT": GONE, "TCP_KEEPIDLE": 60, "TCP_KEEPALIVE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
-TCP |= {"TCP_NOTSENT_LOWAT": LARGE}
+TCP = {
+    "TCP_USER_TIMEOUT": GONE,
+    "TCP_KEEPIDLE": 60,  # seconds
+    "TCP_KEEPALIVE": 60,  # the name on macOS
+    "TCP_KEEPINTVL": 10,
+    "TCP_KEEPCNT": 4,
+    "TCP_NOTSENT_LOWAT": LARGE,
+}
 
 
 class Connection(ServerConnection):
@@ -391,7 +401,7 @@ async def serve_episodes(
         handler,
         host,
         port,
-        process_request=lambda ws, request: respond(ws, request, {"status": "healthy", **count()}, token),
+        process_request=lambda ws, request: respond(ws, request, count, token),
         origins=[None, *allow_origins],
         create_connection=Connection,
         compression=None,
@@ -548,7 +558,7 @@ def main() -> None:
         if not low <= settings[name] <= high:
             parser.error(f"--{name.replace('_', '-')} must be from {low} to {high}, not {settings[name]}")
     settings["token"] = token = env("SERVER_TOKEN")
-    if token is not None and not (token.isascii() and token.isprintable() and token.split() == [token]):
+    if token is not None and not re.fullmatch("[!-~]+", token):
         parser.error("the variable SERVER_TOKEN must be printable ASCII without spaces, or not be set")
     workers, level = settings.pop("workers"), settings.pop("log_level")
     if workers > 1 and (settings["port"] == 0 or not hasattr(socket, "SO_REUSEPORT")):
