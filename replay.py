@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: 0BSD
 """Plays example episodes against a running environment server, and says of each whether the server kept the rules.
 
-Each task and action gets one episode on a connection of its own: reset, step, close. Then a group of rollouts of the
-first task and action runs at once, as GRPO does. The raw replies go to LOG, as JSON. To make it yours, edit the three
-constants. Exit status: 0 all ok, 1 an episode failed, 2 wrong use or no server there, 130 after Ctrl-C.
+Each task and action gets one episode on a connection of its own; then a group of the first runs at once, as GRPO does.
+To make it yours, edit the constants. Exit status: 0 all ok, 1 an episode failed, 2 wrong use or no server, 130 Ctrl-C.
 """
 
 import argparse
@@ -20,8 +19,10 @@ import urllib.parse
 from collections import Counter, defaultdict
 from typing import Any
 
-from websockets.asyncio.client import connect
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, WebSocketException
+try:
+    from websockets import ConnectionClosed, InvalidHandshake, WebSocketException, connect
+except ImportError:
+    raise SystemExit("Python >= 3.11 is needed, and pip install 'websockets>=17,<18'; make has both in .venv") from None
 
 TASK_IDS = ["null"]
 # An episode each. A list of actions in place of one is an episode of several steps, done only after its last.
@@ -29,7 +30,6 @@ ACTIONS: list[Any] = [{"answer": "done"}, {}, {"answer": "42", "tool": "calc", "
 REWARD: float | None = 0.5  # of the last step; None accepts any number
 
 
-# ---- One episode -----------------------------------------------------------------------------------------------------
 def show(value: Any) -> str:
     """The value as JSON, without its middle if it is long."""
     text = json.dumps(value, ensure_ascii=False)
@@ -54,7 +54,7 @@ def judge(text: str, last: bool, expected: float | None) -> tuple[Any, Any, str]
         return text, None, f"the reply must be JSON in a text frame ({exc}); it is {show(text)}"
     data = reply["data"] if isinstance(reply, dict) and isinstance(reply.get("data"), dict) else {}
     reward, done = data.get("reward", "missing"), data.get("done")
-    near = isinstance(reward, float) and isinstance(expected, float) and math.isclose(reward, expected)
+    near = isinstance(reward, float) and isinstance(expected, float) and math.isclose(reward, expected, rel_tol=1e-7)
     right = isinstance(reward, int | float) if expected is None else near or reward == expected
     rules = [
         (data and reply.get("type") == "observation", 'the reply must be {"type": "observation", "data": {...}}'),

@@ -19,7 +19,7 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from math import inf
 from multiprocessing import get_context, parent_process, resource_tracker
 from traceback import format_exception_only
@@ -28,7 +28,7 @@ from typing import Any
 try:
     from websockets import ConnectionClosed, Request, Response, Server, ServerConnection, State, broadcast, serve
 except ImportError:
-    raise SystemExit("this needs Python 3.11 and websockets 17: pip install 'websockets>=17,<18'") from None
+    raise SystemExit("Python >= 3.11 is needed, and pip install 'websockets>=17,<18'; make has both in .venv") from None
 
 __version__ = "1.1.0"
 Environment = dict[str, Callable[..., Any]]
@@ -68,7 +68,9 @@ EPISODE = null_episode  # what `python server.py` serves
 # ---- The messages: JSON objects, strict in both directions -----------------------------------------------------------
 KEYS = {"reset": {"type", "data"}, "step": {"type", "data"}, "state": {"type"}, "close": {"type"}}
 decode = json.JSONDecoder(parse_constant=int).decode  # int() refuses NaN and Infinity (RFC 8259, section 6)
-encode = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=lambda value: value.tolist()).encode
+encode = json.JSONEncoder(
+    allow_nan=False, separators=(",", ":"), default=lambda it: it.tolist() if hasattr(it, "tolist") else json.dumps(it)
+).encode
 
 
 def observation(fields: dict[str, Any], reward: Any = None, done: bool = False, metadata: Any = None) -> dict[str, Any]:
@@ -284,6 +286,7 @@ TCP = {"TCP_USER_TIMEOUT": 100_000, "TCP_KEEPIDLE": 60, "TCP_KEEPALIVE": 60, "TC
 async def serve_episodes(
     new_episode: Callable[[], Environment],
     *,
+    allow_origins: Iterable[Any] = (),
     max_sessions: int = 1000,
     idle_timeout: float = 3600,
     drain_timeout: float = 0,
@@ -331,7 +334,7 @@ async def serve_episodes(
         compression=None,
         backlog=8,
         start_serving=False,
-        **LIMITS | {"host": "127.0.0.1", "port": 8000, "origins": [None]} | options,
+        **LIMITS | {"host": "127.0.0.1", "port": 8000, "origins": [None, *allow_origins]} | options,
     )
     for sock in server.sockets:  # what it accepts inherits this
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -446,7 +449,7 @@ def main() -> None:
     add("--max-sessions", type=int, default=env("MAX_CONCURRENT_ENVS", "1000"), help="(MAX_CONCURRENT_ENVS, else 1000)")
     add("--idle-timeout", type=float, default=3600, help="seconds until a silent client is closed, 0: never (3600)")
     add("--drain-timeout", type=float, default=30, help="seconds for running episodes after SIGTERM or Ctrl-C (30)")
-    add("--allow-origin", dest="origins", action="append", default=[None], help="of browser pages; repeatable")
+    add("--allow-origin", dest="allow_origins", action="append", default=[], help="of browser pages; repeatable")
     add("--workers", type=int, default=1, help="processes on the port, each with its own --max-sessions (1)")
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     settings = vars(parser.parse_args())

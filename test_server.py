@@ -860,6 +860,13 @@ class Environments(Case):
                     script.clear()
                     self.assertEqual(await rpc(ws, "state"), wanted)
 
+    async def test_what_is_no_json_is_named(self):
+        async with serving(environment({"step": server.observation({"x": {1}})})) as port, connect(port) as ws:
+            await rpc(ws, "reset")
+            with self.assertLogs(level="ERROR"):
+                reply = await ask(ws, message("step", {}))
+            self.assertIn("Object of type set is not JSON serializable", reply["data"]["message"])
+
     async def test_a_state_adds_to_the_books_and_cannot_forge_them(self):
         script = {"state": {"episode_id": "lie", "step_count": 99, "done": True, "more": 1}}
         async with serving(environment(script)) as port, connect(port) as ws:
@@ -1837,6 +1844,14 @@ class CommandLine(Case):
                 self.assertEqual((end.exception.code, err.getvalue().count("\n")), (2, 1), err.getvalue())
                 self.assertIn(word, err.getvalue())
 
+    def test_without_websockets_both_programs_say_what_is_needed(self):
+        for path in server.__file__, replay.__file__:
+            ended = subprocess.run(
+                [sys.executable, "-IS", path], check=False, capture_output=True, text=True, timeout=20
+            )
+            self.assertEqual((ended.returncode, ended.stdout, ended.stderr.count("\n")), (1, "", 1), ended.stderr)
+            self.assertIn("pip install 'websockets>=17,<18'", ended.stderr)
+
     async def test_where_it_cannot_listen_it_says_so_in_one_line_and_exits_1(self):
         with socket.create_server(("127.0.0.1", 0)) as sock:
             taken = str(sock.getsockname()[1])
@@ -1976,9 +1991,9 @@ def readme():
         return file.read()
 
 
-def block(language):
-    """The first fenced block of a language in it."""
-    return re.search(rf"^```{language}\n(.*?)^```$", readme(), re.MULTILINE | re.DOTALL)[1]
+def block(language, start=""):
+    """The first fenced block of a language in it, or the first that starts so."""
+    return re.search(rf"^```{language}\n({start}.*?)^```$", readme(), re.MULTILINE | re.DOTALL)[1]
 
 
 def write(path, text):
@@ -2014,6 +2029,32 @@ class Readme(Case):
                 command = [replay.__file__, f"127.0.0.1:{port}", os.path.join(folder, "log"), "--episodes", episodes]
                 process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=subprocess.PIPE)
                 self.assertIn(b"3 of 3 ok", (await process.communicate())[0])
+
+    @PROC
+    async def test_its_processes_end_with_their_episode_and_with_their_client(self):
+        names = dict(vars(server))
+        exec(block("python", "def shell"), names)  # noqa: S102  it is our own README's
+        with tempfile.TemporaryDirectory() as directory:
+            async with serving(names["shell_episode"]) as port, connect(port) as ws:
+
+                async def run(command):
+                    await rpc(ws, "reset")
+                    await ws.send(message("step", {"command": f"cd {directory}; {command}"}))
+
+                async def pids(*files):
+                    paths = [pathlib.Path(directory, file) for file in files]
+                    await until(lambda: all(path.exists() and path.read_text().endswith("\n") for path in paths))
+                    return [int(path.read_text()) for path in paths]
+
+                for command, reward in [("exit 3", 0.0), ("sleep 600 >/dev/null & echo $! >left", 1.0)]:
+                    await run(command)
+                    self.assertEqual(strict(await ws.recv())["data"]["reward"], reward)
+                await run("sleep 600 & echo $! >one; echo $$ >two; sleep 600")
+                running = await pids("one", "two")
+                self.assertFalse(any(map(alive, await pids("left"))))
+                self.assertTrue(all(map(alive, running)))
+                cut(ws)
+                await until(lambda: not any(map(alive, running)))
 
     def test_its_flags_and_variables_are_those_of_the_programs(self):
         options = readme().split("\n## Options\n")[1].split("\n## ")[0]
@@ -2131,6 +2172,9 @@ class ReplayCase(unittest.IsolatedAsyncioTestCase):
         self.addCleanup(directory.cleanup)
         self.directory = pathlib.Path(directory.name)
         self.log = self.directory / "log.json"
+
+    async def asyncSetUp(self) -> None:
+        asyncio.get_running_loop().set_debug(False)  # unittest sets it; it logs what is slow
 
     async def start(self, *args: Any, env: dict[str, str] | None = None, **options: Any) -> asyncio.subprocess.Process:
         """Starts `python replay.py ARGS`. It is killed at the end of the test if it is still there."""
@@ -2431,7 +2475,9 @@ class ReplayOfEpisodes(ReplayCase):
         for reward, expected, right in (
             ("0.5", 0.5, True),
             ("0.30000000000000004", 0.3, True),
+            ("0.30000001192092896", 0.3, True),  # of a float32
             ("0.3001", 0.3, False),
+            ("0.300001", 0.3, False),
             ("1", 1.0, True),
             ("1.0", 1, True),
             ("true", 1, True),
