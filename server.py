@@ -17,16 +17,17 @@ import re
 import resource
 import signal
 import socket
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
 from math import inf
 from multiprocessing import get_context, parent_process, resource_tracker
+from time import monotonic, sleep
 from traceback import format_exception_only
 from typing import Any
 
 try:
     from websockets import ConnectionClosed, Request, Response, Server, ServerConnection, State, broadcast, serve
+    from websockets import TooManyFragments as _  # noqa: F401  version 16 does not have it
 except ImportError:
     raise SystemExit("Python >= 3.11 is needed, and pip install 'websockets>=17,<18'; make has both in .venv") from None
 
@@ -84,18 +85,15 @@ def observation(fields: dict[str, Any], reward: Any = None, done: bool = False, 
 
 
 class Refused(Exception):
-    """Answers a request with an error: `Refused(code, what is wrong, **further_keys)`."""
+    """Answers a request with an error: `raise Refused(what is wrong, *path to the wrong value, code="...")`."""
 
-    def __init__(self, code: str, what: object, **further: Any) -> None:
+    def __init__(self, what: object, *loc: object, code: str = "VALIDATION_ERROR", **further: Any) -> None:
         text = "".join(format_exception_only(what)).strip() if isinstance(what, BaseException) else str(what)
-        self.reply = encode({"type": "error", "data": {"message": text, "code": code, **further}})
+        errors = {"errors": [{"loc": [*map(str, loc)], "msg": text}]} if code == "VALIDATION_ERROR" else {}
+        self.reply = encode({"type": "error", "data": {"message": text, "code": code, **errors, **further}})
 
 
-class Invalid(Refused):
-    """`raise Invalid("what would be right", "data", "key")` refuses a task or an action with VALIDATION_ERROR."""
-
-    def __init__(self, what: object, *loc: object) -> None:
-        super().__init__("VALIDATION_ERROR", what, errors=[{"loc": [*map(str, loc)], "msg": str(what)}])
+Invalid = Refused  # for environments: `raise Invalid("what would be right", "data", "key")`
 
 
 def read(message: str | bytes) -> tuple[str, dict[str, Any]]:
@@ -103,25 +101,25 @@ def read(message: str | bytes) -> tuple[str, dict[str, Any]]:
     try:
         request = decode(message if isinstance(message, str) else message.decode())
     except (ValueError, RecursionError) as exc:
-        raise Refused("INVALID_JSON", f'not JSON: {exc}. Send one object such as {{"type": "reset"}}') from None
+        raise Refused(f'not JSON: {exc}. Send one object such as {{"type": "reset"}}', code="INVALID_JSON") from None
     if not isinstance(request, dict):
-        raise Invalid(f'a message must be an object such as {{"type": "reset"}}, not a {type(request).__name__}')
+        raise Refused(f'a message must be an object such as {{"type": "reset"}}, not a {type(request).__name__}')
     kind = request.get("type")
     if not isinstance(kind, str) or kind not in KEYS:
         seen = repr(kind)[:80] if isinstance(kind, str) else "no string"
-        raise Refused("UNKNOWN_TYPE", f"type must be one of {', '.join(KEYS)}; it is {seen}")
+        raise Refused(f"type must be one of {', '.join(KEYS)}; it is {seen}", code="UNKNOWN_TYPE")
     if stray := request.keys() - KEYS[kind]:
-        raise Invalid(f"unknown key {min(stray)!r:.80}: {kind} has only {' and '.join(KEYS[kind])}", min(stray))
+        raise Refused(f"unknown key {min(stray)!r:.80}: {kind} has only {' and '.join(KEYS[kind])}", min(stray))
     data = request.get("data", None if kind == "step" else {})
     if not isinstance(data, dict):
-        raise Invalid(f"{kind} needs data that is an object", "data")
+        raise Refused(f"{kind} needs data that is an object", "data")
     if kind == "reset":
         if not isinstance(data.get("task_id"), str | None):
-            raise Invalid("task_id must be a string or null", "data", "task_id")
+            raise Refused("task_id must be a string or null", "data", "task_id")
         if (seed := data.get("seed")) is not None and not (type(seed) is int and seed >= 0):
-            raise Invalid("seed must be an integer >= 0 or null", "data", "seed")
+            raise Refused("seed must be an integer >= 0 or null", "data", "seed")
         if (name := data.get("episode_id")) is not None and not (isinstance(name, str) and len(name) <= 255):
-            raise Invalid("episode_id must be a string of at most 255 characters or null", "data", "episode_id")
+            raise Refused("episode_id must be a string of at most 255 characters or null", "data", "episode_id")
     return kind, data
 
 
@@ -129,22 +127,54 @@ def read(message: str | bytes) -> tuple[str, dict[str, Any]]:
 RESTART = 1001, "the server is restarting"  # close code and reason
 LARGE = 2**16  # bytes
 NUMBER = int, float, type(None)
-USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 0)  # the option after which the kernel takes a silent host for dead
+# The kernel tells which hosts are gone, by what they do not acknowledge or, where it cannot, by keepalive probes.
+TCP = {"TCP_USER_TIMEOUT": 100_000, "TCP_KEEPIDLE": 60, "TCP_KEEPALIVE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
+USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 0)
 Sessions = dict[asyncio.Task[None], Callable[[], tuple[ServerConnection, bool, float]]]
 
 
-async def session(ws: ServerConnection, environment: Environment, sessions: Sessions, draining: asyncio.Event) -> None:
+class Connection(ServerConnection):
+    """The library's connection, made safe against requests with a body, and clients that read nothing or never end."""
+
+    head = b""
+
+    def data_received(self, data: bytes) -> None:
+        if not self.response:  # a body, and the header that announces it, would make the library hang up
+            head, end, _ = (self.head + data).partition(b"\r\n\r\n")
+            if self.request or not (end or len(head) > LARGE):
+                self.head = head
+                return
+            data = re.sub(rb"(?i)\r\n(content-length|transfer-encoding):[^\r\n]*", b"", head) + end
+            self.head = b""
+        super().data_received(data)
+
+    def pause_writing(self) -> None:  # answers to what it sends, such as pings, would pile up
+        super().pause_writing()
+        self.transport.pause_reading()
+        self.recv_messages.resume = lambda: None
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.recv_messages.resume = self.transport.resume_reading
+        if not self.recv_messages.paused:
+            self.transport.resume_reading()
+
+    async def close(self, code: int = 1000, reason: str = "") -> None:  # the library's waits for a client to read
+        timer = self.loop.call_later(self.close_timeout or 5, self.transport.abort)
+        await super().close(code, reason)
+        timer.cancel()
+
+
+async def session(ws: ServerConnection, environment: Environment, sessions: Sessions) -> None:
     """Answers one request after the other until the socket ends, however it ends; then runs the environment's `close`.
 
-    When the server is `draining`, no new episode starts. While the session lasts, `sessions` maps its task to a function
-    that returns the socket, whether an episode is running, and since when (in the loop's time) the session has been
-    waiting for its client; infinite while it is not.
+    While it lasts, `sessions` maps its task to a function that returns the socket, whether an episode is running, and
+    since when the session has been waiting for its client; infinite while it is not.
     """
-    loop, task, lost = asyncio.get_running_loop(), asyncio.current_task(), ws.connection_lost_waiter
+    task, lost, serving = asyncio.current_task(), ws.connection_lost_waiter, ws.server.is_serving
     assert task
-    episode_id: str | None = None
+    kind, episode_id, step_count, waiting_since, patient = "", None, 0, monotonic(), False
     done: bool | None = None  # None before the first episode
-    step_count, waiting_since, patient, farewell = 0, loop.time(), False, RESTART
 
     async def call(handler: str, *args: Any) -> Any:
         result = environment[handler](*args)
@@ -153,15 +183,14 @@ async def session(ws: ServerConnection, environment: Environment, sessions: Sess
     sessions[task] = lambda: (ws, done is False, waiting_since)
     lost.add_done_callback(lambda _: task.cancel() if waiting_since == inf else None)
     try:
-        while ws.state is State.OPEN and (done is False or not draining.is_set()):
+        while ws.state is State.OPEN and (done is False or serving()):  # a server that drains serves no more
             message, waiting_since = await ws.recv(), inf
             try:
                 kind, data = read(message)
-                if kind == "close" or (kind == "reset" and draining.is_set()):
-                    farewell = (1000, "") if kind == "close" else RESTART
+                if kind == "close" or (kind == "reset" and not serving()):
                     break
                 if kind == "step" and done is not False:
-                    raise Refused("EXECUTION_ERROR", "no episode is running: send reset first")
+                    raise Refused("no episode is running: send reset first", code="EXECUTION_ERROR")
                 if kind == "state":
                     if episode_id is None and done is not None:
                         episode_id = str(uuid.uuid4())
@@ -180,13 +209,13 @@ async def session(ws: ServerConnection, environment: Environment, sessions: Sess
             except Refused as exc:
                 reply = exc.reply
             except BaseException as exc:  # model-written code raises anything, such as SystemExit by exit()
-                if isinstance(exc, asyncio.CancelledError) and (lost.done() or draining.is_set()):
+                if isinstance(exc, asyncio.CancelledError) and (lost.done() or not serving()):
                     raise
                 while task.uncancel():  # a TaskGroup of Python 3.11 leaves its cancellation behind
                     pass
                 log.exception("the environment failed")
-                reply = Refused("EXECUTION_ERROR", exc).reply
-            waiting_since = loop.time()
+                reply = Refused(exc, code="EXECUTION_ERROR").reply
+            waiting_since = monotonic()
             if patient != (len(reply) > LARGE) and USER_TIMEOUT and not lost.done():
                 patient = not patient  # such a reply may close the TCP window of a paused client: that is no absence
                 sock, timeout = ws.transport.get_extra_info("socket"), 0 if patient else TCP["TCP_USER_TIMEOUT"]
@@ -194,17 +223,22 @@ async def session(ws: ServerConnection, environment: Environment, sessions: Sess
             broadcast((ws,), reply)  # as `send` does, but for a context manager that costs as much as reading JSON
             del message, reply  # a session that waits holds neither
             await ws.drain()
-    except (ConnectionClosed, asyncio.CancelledError):  # the client has left, in the middle of a step or not
+    except (ConnectionClosed, OSError, asyncio.CancelledError):  # the client has left, maybe in the middle of a step
         pass
     finally:
-        waiting_since = loop.time()  # the end of the socket is not to cut `close` short
+        waiting_since = monotonic()  # the end of the socket is not to cut `close` short
+        while task.uncancel():
+            pass
         try:
             await call("close")
-        except BaseException as exc:
-            if not isinstance(exc, asyncio.CancelledError):  # as by `task.cancel(); await task`
-                log.exception("the environment's close failed")
-        del sessions[task]
-    await ws.close(*farewell)
+        except asyncio.CancelledError:  # as by `task.cancel(); await task`
+            pass
+        except BaseException:
+            log.exception("the environment's close failed")
+        finally:
+            del sessions[task]
+    if kind != "close" and not lost.done():  # the library's own end, with 1000, is right for these
+        await ws.close(*RESTART)
 
 
 # ---- The HTTP pages, on the same port --------------------------------------------------------------------------------
@@ -216,12 +250,12 @@ INFO = {"title": METADATA["name"], "version": "1.0.0"}
 PAGES["/openapi.json"] = {"openapi": "3.1.0", "info": INFO, "paths": dict.fromkeys(PATHS, GET)}
 
 
-def respond(ws: ServerConnection, request: Request, count: dict[str, int], token: str | None) -> Response | None:
+def respond(ws: ServerConnection, request: Request, token: str | None, health: dict[str, Any]) -> Response | None:
     """The answer to an HTTP request, or None where `websockets` is to go on with the opening handshake."""
-    path, page, status, header = request.path.partition("?")[0], "", 200, ("Cache-Control", "no-store")
-    given = " ".join(request.headers.get_all("Authorization"))
-    given = given[:7].lower() + given[7:]  # the scheme has no case (RFC 9110, section 11.1)
-    if token and path != "/health" and not hmac.compare_digest(given.encode(), f"bearer {token}".encode()):
+    path, status, page, header = request.path.partition("?")[0], 200, "", ("Content-Type", "text/plain; charset=utf-8")
+    scheme, _, given = " ".join(request.headers.get_all("Authorization")).encode("latin-1").partition(b" ")
+    allowed = token is None or (scheme.lower() == b"bearer" and hmac.compare_digest(given, token.encode()))
+    if not allowed and path != "/health":
         status, page, header = 401, "Send the header Authorization: Bearer TOKEN.\n", ("WWW-Authenticate", "Bearer")
     elif path not in PATHS:
         status, page = 404, f"Nothing here, only {' '.join(PATHS)}; reset and step are messages on /ws.\n"
@@ -231,12 +265,12 @@ def respond(ws: ServerConnection, request: Request, count: dict[str, int], token
         return None
     elif path == "/ws":
         status, header = 426, ("Upgrade", "websocket")
+    elif path == "/":
+        page = PAGES[path]
     else:
-        page = PAGES.get(path, {"status": "healthy", **count})
-    response = ws.respond(status, page if isinstance(page, str) else encode(page))
-    if not isinstance(page, str):
-        del response.headers["Content-Type"]
-        header = ("Content-Type", "application/json")
+        page, header = encode(PAGES.get(path, health)), ("Content-Type", "application/json")
+    response = ws.respond(status, page)
+    response.headers.pop(header[0], None)
     response.headers[header[0]] = header[1]
     if request.method == "HEAD":
         response.body = b""
@@ -246,40 +280,8 @@ def respond(ws: ServerConnection, request: Request, count: dict[str, int], token
 # ---- The server: who gets a session, and when sessions end -----------------------------------------------------------
 
 
-class Connection(ServerConnection):
-    """The library's connection, made safe against requests with a body, and clients that read nothing or never end."""
-
-    head = b""
-
-    def data_received(self, data: bytes) -> None:
-        if not self.response:  # a body, and the header that announces it, would make the library hang up
-            head, end, _ = (self.head + data).partition(b"\r\n\r\n")
-            if self.request or not (end or len(head) > LARGE):
-                self.head = head
-                return
-            data = re.sub(rb"(?i)\r\n(content-length|transfer-encoding):[^\r\n]*", b"", head) + end
-        super().data_received(data)
-
-    def pause_writing(self) -> None:  # answers to what it sends, such as pings, would pile up
-        super().pause_writing()
-        self.transport.pause_reading()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if not self.recv_messages.paused:
-            self.transport.resume_reading()
-
-    async def close(self, code: int = 1000, reason: str = "") -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.close_timeout):
-                await super().close(code, reason)
-        self.transport.abort()
-
-
-# A longer message closes its own socket with 1009. A trainer in its optimizer step answers no ping: that ends nothing,
-# and the kernel tells which hosts are gone, by what they do not acknowledge or, elsewhere, by keepalive probes.
+# A longer message closes its own socket with 1009. A trainer in its optimizer step answers no ping: that ends nothing.
 LIMITS: dict[str, Any] = {"max_size": 2**24, "max_queue": (1, 1), "ping_timeout": None, "close_timeout": 5}
-TCP = {"TCP_USER_TIMEOUT": 100_000, "TCP_KEEPIDLE": 60, "TCP_KEEPALIVE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 
 
 @contextlib.asynccontextmanager
@@ -300,41 +302,41 @@ async def serve_episodes(
     it cannot listen.
     """
     sessions: Sessions = {}
-    draining, loop = asyncio.Event(), asyncio.get_running_loop()
 
-    def count() -> dict[str, int]:
+    def count() -> dict[str, Any]:
         return {"active_sessions": len(sessions), "max_sessions": max_sessions}
 
     async def handler(ws: ServerConnection) -> None:
         if len(sessions) >= max_sessions:
-            broadcast((ws,), Refused("CAPACITY_REACHED", "all sessions are in use: try again later", **count()).reply)
+            refused = Refused("all sessions are in use: try again later", code="CAPACITY_REACHED", **count())
+            broadcast((ws,), refused.reply)
             return await ws.close(1013)
         try:
             environment: Environment = {"state": dict, "close": dict, **new_episode()}
         except BaseException as exc:
             log.exception("the environment could not be made")
-            broadcast((ws,), Refused("FACTORY_ERROR", exc).reply)
+            broadcast((ws,), Refused(exc, code="FACTORY_ERROR").reply)
             return await ws.close(1011)
-        await session(ws, environment, sessions, draining)
+        await session(ws, environment, sessions)
 
     async def close_where(chosen: Callable[[bool, float], bool], code: int, reason: str) -> None:
         status = [status() for status in sessions.values()]
         await asyncio.gather(*(ws.close(code, reason) for ws, running, since in status if chosen(running, since)))
 
     async def close_idle() -> None:
-        while await asyncio.sleep(min(idle_timeout / 4, 15), idle_timeout):
+        while idle_timeout:
+            await asyncio.sleep(min(idle_timeout / 4, 15))
             reason = f"no message for {idle_timeout:g} s"
-            await close_where(lambda _, since: loop.time() - since > idle_timeout, 1001, reason)
+            await close_where(lambda _, since: monotonic() - since > idle_timeout, 1001, reason)
 
     server = await serve(
         handler,
-        process_request=lambda ws, request: respond(ws, request, count(), token),
+        process_request=lambda ws, request: respond(ws, request, token, {"status": "healthy", **count()}),
         process_response=lambda ws, request, response: request.headers.clear(),  # 2 kB that nobody reads any more
         create_connection=Connection,
-        compression=None,
-        backlog=8,
+        origins=[None, *allow_origins],
         start_serving=False,
-        **LIMITS | {"host": "127.0.0.1", "port": 8000, "origins": [None, *allow_origins]} | options,
+        **LIMITS | {"host": "127.0.0.1", "port": 8000, "compression": None, "backlog": 8} | options,
     )
     for sock in server.sockets:  # what it accepts inherits this
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -349,7 +351,6 @@ async def serve_episodes(
         yield server
     finally:
         log.info("draining: %d sessions, %g s for their episodes", len(sessions), drain_timeout)
-        draining.set()
         watcher.cancel()
         server.close(close_connections=False)
         idle = close_where(lambda running, since: not running and since < inf, *RESTART)
@@ -366,9 +367,6 @@ async def serve_episodes(
 
 
 # ---- The command line, signals, workers ------------------------------------------------------------------------------
-SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGCHLD
-
-
 async def run(settings: dict[str, Any]) -> None:
     """Serves until a signal: the first one drains, a second one ends it now."""
     loop, task, stop = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
@@ -381,15 +379,15 @@ async def run(settings: dict[str, Any]) -> None:
 
     loop.add_signal_handler(signal.SIGTERM, on_signal)
     loop.add_signal_handler(signal.SIGINT, on_signal if not parent else lambda: None)  # its parent hands it on
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     if parent:
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # `supervise` has blocked some signals
         loop.add_reader(parent.sentinel, stop.set)
     with contextlib.suppress(asyncio.CancelledError):  # by a second signal
         async with serve_episodes(EPISODE, **settings) as running:
             host, port, *_ = running.sockets[0].getsockname()
             url = f"ws://{f'[{host}]' if ':' in host else host}:{port}/ws"
             log.info("listening on %s (try: python -m websockets %s)", url, url)
-            if not (settings["token"] or host == "::1" or host.startswith("127.")):
+            if not settings["token"] and any(not re.match(r"127\.|::1$", s.getsockname()[0]) for s in running.sockets):
                 log.warning("anybody who reaches this address can use the server: set SERVER_TOKEN to ask for a token")
             await stop.wait()
             if parent:
@@ -398,9 +396,9 @@ async def run(settings: dict[str, Any]) -> None:
     signal.alarm(1)  # for the thread of a blocked step, for which Python would wait
 
 
-def work(settings: dict[str, Any], level: str) -> None:
+def work(settings: dict[str, Any]) -> None:
     """Runs one server process. Raises OSError if it cannot listen."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=level.upper())
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=settings.pop("log_level").upper())
     logging.getLogger("websockets").setLevel(logging.WARNING)  # at DEBUG it would write the token of each handshake
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(ValueError, OSError):  # macOS names no hard limit, but has one
@@ -411,38 +409,36 @@ def work(settings: dict[str, Any], level: str) -> None:
         task = runner.get_loop().create_task(run(settings))
         while not task.done():
             try:
-                runner.get_loop().run_until_complete(task)
+                runner.get_loop().run_until_complete(asyncio.wait([task]))
             except BaseException:  # SystemExit in a task that an environment made stops the loop, but nothing else
-                if task.done():
-                    raise
                 log.exception("an environment stopped the event loop, which goes on")
+        task.result()
 
 
-def supervise(count: int, settings: dict[str, Any], level: str) -> None:
+def supervise(count: int, settings: dict[str, Any]) -> None:
     """Runs processes that share the port; replaces one that dies, a second later, and hands every signal on to them."""
     resource_tracker.ensure_running()  # now, because it unblocks signals
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # to wait for them; a worker inherits this until it handles them
+    signals = signal.SIGINT, signal.SIGTERM, signal.SIGCHLD
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # to wait for them; a worker inherits this until it handles them
     signal.signal(signal.SIGCHLD, lambda *_: None)  # some systems drop it otherwise
     workers: list[Any] = []
     while workers or count:
         while len(workers) < count:
-            workers.append(get_context("spawn").Process(target=work, args=(settings, level)))
+            workers.append(get_context("spawn").Process(target=work, args=(settings,)))
             workers[-1].start()
-        if signal.sigwait(SIGNALS) != signal.SIGCHLD:
+        if signal.sigwait(signals) != signal.SIGCHLD:
             count = 0
             for worker in workers:
                 worker.terminate()
-        alive = [worker for worker in workers if worker.is_alive()]
-        if count > len(alive):
-            log.error("%d of %d workers died: starting others", count - len(alive), count)
-            time.sleep(1)
-        workers = alive
+        workers = [worker for worker in workers if worker.is_alive()]
+        if len(workers) < count:
+            log.error("%d of %d workers died: starting others", count - len(workers), count)
+            sleep(1)
 
 
 def main() -> None:
-    """The command line."""
-    text = "Serves this file's environment on ws://HOST:PORT/ws; with the variable SERVER_TOKEN set, to who sends it."
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=text)  # without usage, an error is one line
+    """Serves this file's environment on ws://HOST:PORT/ws; with the variable SERVER_TOKEN set, to who sends it."""
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=main.__doc__)  # so an error is one line
     env, add = os.environ.get, parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     add("--port", type=int, default=env("PORT", "8000"), help="0 takes a free one (variable PORT, else 8000)")
@@ -460,15 +456,15 @@ def main() -> None:
     settings["token"] = token = env("SERVER_TOKEN")
     if token is not None and not re.fullmatch("[!-~]+", token):
         parser.error("the variable SERVER_TOKEN must be printable ASCII without spaces, or not be set")
-    workers, level, port = settings.pop("workers"), settings.pop("log_level"), settings["port"]
+    workers, port = settings.pop("workers"), settings["port"]
     if workers > 1 and (port == 0 or not hasattr(socket, "SO_REUSEPORT")):
         parser.error("--workers above 1 needs a --port other than 0, and a platform with SO_REUSEPORT")
     try:
         if workers == 1:
-            return work(settings, level)
+            return work(settings)
         for family, *_, address in socket.getaddrinfo(settings["host"] or None, port, type=socket.SOCK_STREAM):
             socket.create_server(address[:2], family=family).close()  # raises OSError if the port is in use
-        supervise(workers, settings | {"reuse_port": True}, level)
+        supervise(workers, settings | {"reuse_port": True})
     except (OSError, UnicodeError) as exc:
         parser.exit(1, f"server.py: cannot listen on {settings['host']} port {port}: {exc}\n")
 
