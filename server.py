@@ -254,7 +254,7 @@ def respond(ws: ServerConnection, request: Request, token: str | None, health: d
     """The answer to an HTTP request, or None where `websockets` is to go on with the opening handshake."""
     path, status, page, header = request.path.partition("?")[0], 200, "", ("Content-Type", "text/plain; charset=utf-8")
     scheme, _, given = " ".join(request.headers.get_all("Authorization")).encode("latin-1").partition(b" ")
-    allowed = token is None or (scheme.lower() == b"bearer" and hmac.compare_digest(given, token.encode()))
+    allowed = token is None or given and scheme.lower() == b"bearer" and hmac.compare_digest(given, token.encode())
     if not allowed and path != "/health":
         status, page, header = 401, "Send the header Authorization: Bearer TOKEN.\n", ("WWW-Authenticate", "Bearer")
     elif path not in PATHS:
@@ -278,8 +278,6 @@ def respond(ws: ServerConnection, request: Request, token: str | None, health: d
 
 
 # ---- The server: who gets a session, and when sessions end -----------------------------------------------------------
-
-
 # A longer message closes its own socket with 1009. A trainer in its optimizer step answers no ping: that ends nothing.
 LIMITS: dict[str, Any] = {"max_size": 2**24, "max_queue": (1, 1), "ping_timeout": None, "close_timeout": 5}
 
@@ -466,7 +464,7 @@ def main() -> None:
             socket.create_server(address[:2], family=family).close()  # raises OSError if the port is in use
         supervise(workers, settings | {"reuse_port": True})
     except (OSError, UnicodeError) as exc:
-        parser.exit(1, f"server.py: cannot listen on {settings['host']} port {port}: {exc}\n")
+        parser.exit(1, f"server.py: cannot listen on {settings['host']} port {port}: {exc}; --port takes another\n")
 
 
 if __name__ == "__main__":

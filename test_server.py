@@ -737,7 +737,8 @@ class Token(Case):
                     self.assertNotIn(b"s3cret", answer.body)
             self.assertEqual((await http(port, "POST", "/reset")).status, 401)
             async with serving(token="") as empty:
-                self.assertEqual((await http(empty, "GET", "/")).status, 401)
+                for header in "X: y", "Authorization: Bearer", "Authorization: Bearer ":
+                    self.assertEqual((await http(empty, "GET", "/", header)).status, 401)
             async with connect(port, additional_headers={"Authorization": "Bearer s3cret"}) as ws:
                 await play(ws)
 
