@@ -464,7 +464,7 @@ def main() -> None:
             socket.create_server(address[:2], family=family).close()  # raises OSError if the port is in use
         supervise(workers, settings | {"reuse_port": True})
     except (OSError, UnicodeError) as exc:
-        parser.exit(1, f"server.py: cannot listen on {settings['host']} port {port}: {exc}; --port takes another\n")
+        parser.exit(1, f"server.py: cannot listen on {settings['host']} port {port}: {exc}; see --help\n")
 
 
 if __name__ == "__main__":
