@@ -129,7 +129,6 @@ LARGE = 2**16  # bytes
 NUMBER = int, float, type(None)
 # The kernel tells which hosts are gone, by what they do not acknowledge or, where it cannot, by keepalive probes.
 TCP = {"TCP_USER_TIMEOUT": 100_000, "TCP_KEEPIDLE": 60, "TCP_KEEPALIVE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
-USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 0)
 Sessions = dict[asyncio.Task[None], Callable[[], tuple[ServerConnection, bool, float]]]
 
 
@@ -173,7 +172,7 @@ async def session(ws: ServerConnection, environment: Environment, sessions: Sess
     """
     task, lost, serving = asyncio.current_task(), ws.connection_lost_waiter, ws.server.is_serving
     assert task
-    kind, episode_id, step_count, waiting_since, patient = "", None, 0, monotonic(), False
+    kind, episode_id, step_count, waiting_since = "", None, 0, monotonic()
     done: bool | None = None  # None before the first episode
 
     async def call(handler: str, *args: Any) -> Any:
@@ -209,17 +208,16 @@ async def session(ws: ServerConnection, environment: Environment, sessions: Sess
             except Refused as exc:
                 reply = exc.reply
             except BaseException as exc:  # model-written code raises anything, such as SystemExit by exit()
-                if isinstance(exc, asyncio.CancelledError) and (lost.done() or not serving()):
+                if isinstance(exc, asyncio.CancelledError) and lost.done():
                     raise
                 while task.uncancel():  # a TaskGroup of Python 3.11 leaves its cancellation behind
                     pass
                 log.exception("the environment failed")
                 reply = Refused(exc, code="EXECUTION_ERROR").reply
             waiting_since = monotonic()
-            if patient != (len(reply) > LARGE) and USER_TIMEOUT and not lost.done():
-                patient = not patient  # such a reply may close the TCP window of a paused client: that is no absence
-                sock, timeout = ws.transport.get_extra_info("socket"), 0 if patient else TCP["TCP_USER_TIMEOUT"]
-                sock.setsockopt(socket.IPPROTO_TCP, USER_TIMEOUT, timeout)
+            if len(reply) > LARGE and hasattr(socket, "TCP_USER_TIMEOUT") and not lost.done():
+                # While it is paused, a client reads no reply, which closes its TCP window: that is no absence.
+                ws.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
             broadcast((ws,), reply)  # as `send` does, but for a context manager that costs as much as reading JSON
             del message, reply  # a session that waits holds neither
             await ws.drain()
@@ -350,6 +348,7 @@ async def serve_episodes(
     finally:
         log.info("draining: %d sessions, %g s for their episodes", len(sessions), drain_timeout)
         watcher.cancel()
+        server.server.close()  # at once: from here on no session begins
         server.close(close_connections=False)
         idle = close_where(lambda running, since: not running and since < inf, *RESTART)
         tasks = [asyncio.create_task(idle), *sessions]
