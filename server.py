@@ -124,7 +124,7 @@ def read(message: str | bytes) -> tuple[str, dict[str, Any]]:
 
 
 # ---- The session: one socket, its environment, and the books of its episodes -----------------------------------------
-RESTART = 1001, "the server is restarting"  # close code and reason
+RESTART = "the server is restarting"  # the reason beside close code 1001
 LARGE = 2**16  # bytes
 NUMBER = int, float, type(None)
 # The kernel tells which hosts are gone, by what they do not acknowledge or, where it cannot, by keepalive probes.
@@ -236,7 +236,7 @@ async def session(ws: ServerConnection, environment: Environment, sessions: Sess
         finally:
             del sessions[task]
     if kind != "close" and not lost.done():  # the library's own end, with 1000, is right for these
-        await ws.close(*RESTART)
+        await ws.close(1001, RESTART)
 
 
 # ---- The HTTP pages, on the same port --------------------------------------------------------------------------------
@@ -315,15 +315,15 @@ async def serve_episodes(
             return await ws.close(1011)
         await session(ws, environment, sessions)
 
-    async def close_where(chosen: Callable[[bool, float], bool], code: int, reason: str) -> None:
+    async def close_where(chosen: Callable[[bool, float], bool], reason: str) -> None:
         status = [status() for status in sessions.values()]
-        await asyncio.gather(*(ws.close(code, reason) for ws, running, since in status if chosen(running, since)))
+        await asyncio.gather(*(ws.close(1001, reason) for ws, running, since in status if chosen(running, since)))
 
     async def close_idle() -> None:
         while idle_timeout:
             await asyncio.sleep(min(idle_timeout / 4, 15))
             reason = f"no message for {idle_timeout:g} s"
-            await close_where(lambda _, since: monotonic() - since > idle_timeout, 1001, reason)
+            await close_where(lambda _, since: monotonic() - since > idle_timeout, reason)
 
     server = await serve(
         handler,
@@ -348,13 +348,13 @@ async def serve_episodes(
     finally:
         log.info("draining: %d sessions, %g s for their episodes", len(sessions), drain_timeout)
         watcher.cancel()
-        server.server.close()  # at once: from here on no session begins
+        server.server.close()  # the library's own close, below, takes a turn in which sessions would still begin
         server.close(close_connections=False)
-        idle = close_where(lambda running, since: not running and since < inf, *RESTART)
+        idle = close_where(lambda running, since: not running and since < inf, RESTART)
         tasks = [asyncio.create_task(idle), *sessions]
         try:
             await asyncio.wait(tasks, timeout=drain_timeout)
-            await close_where(lambda running, since: True, *RESTART)
+            await close_where(lambda running, since: True, RESTART)
             await asyncio.wait(tasks, timeout=5)
         finally:  # also at a second signal, which cancels this
             for ws in server.all_connections:

@@ -2252,8 +2252,7 @@ class ReplayCase(unittest.IsolatedAsyncioTestCase):
         self.directory = pathlib.Path(directory.name)
         self.log = self.directory / "log.json"
 
-    async def asyncSetUp(self) -> None:
-        asyncio.get_running_loop().set_debug(False)  # unittest sets it; it logs what is slow
+    asyncSetUp = Case.asyncSetUp
 
     async def start(self, *args: Any, env: dict[str, str] | None = None, **options: Any) -> asyncio.subprocess.Process:
         """Starts `python replay.py ARGS`. It is killed at the end of the test if it is still there."""
